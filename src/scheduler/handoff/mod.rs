@@ -1,0 +1,8 @@
+//! Handoffs inside a scheduler: who takes part in which, how far it is, and what is told about it.
+
+mod fact;
+mod table;
+
+pub use fact::{DestinationEnd, HandoffFact, SourceEnd};
+pub use table::{DestinationState, HandoffSide, SourceState};
+pub(crate) use table::{HandoffTable, Registration};

@@ -1,0 +1,219 @@
+//! SGLang's scheduler (facts: SGLang 0.5.23, `--disable-overlap-schedule`; checked against its recordings).
+//!
+//! A pass is a prefill batch or a decode batch. Prefill comes first: as long as prompts can be admitted no
+//! sequence decodes, unless `enable_mixed_chunk` lets decodes ride along. At most one prompt is split at a
+//! time, and its next chunk comes before everybody who waits. Admission reckons with the output that running
+//! sequences may still produce, discounted by `new_token_ratio`; when it was too hopeful, sequences are
+//! retracted. What a pass computed enters the prefix tree when the pass ends, a chunk's tokens when the next
+//! pass is planned.
+//!
+//! First come, first served costs nothing per waiting request. The other policies sort the queue at every
+//! attempt to admit, as the real ones do.
+
+mod book;
+mod budget;
+mod commands;
+mod decode;
+mod finish;
+mod policy;
+mod prefill;
+
+#[cfg(test)]
+mod admission_test;
+#[cfg(test)]
+mod cache_test;
+#[cfg(test)]
+mod memory_test;
+#[cfg(test)]
+mod properties_test;
+#[cfg(test)]
+mod test_kit;
+
+use crate::config::{EngineConfig, SchedulingState, SglangConfig};
+use crate::kv::{KvPool, RadixCache};
+use crate::kv_event::KvEvent;
+use crate::output::FinishReason;
+use crate::request::SequenceId;
+use crate::time::EngineTime;
+use crate::timing::PassTiming;
+
+use super::pass::{Effects, Pass};
+use super::running::RunningList;
+use super::sequences::Handle;
+use super::view::{SequenceView, TokenPoolView};
+
+use book::{Book, Usage};
+use budget::NewTokenRatio;
+use policy::QueueOrder;
+
+/// The core of one engine.
+#[derive(Debug)]
+pub(crate) struct SglangCore {
+    book: Book,
+    options: SglangConfig,
+    kv: RadixCache,
+    /// Those whose prompt is computed, and those that a prefill pass in flight computes to the end.
+    running: RunningList,
+    /// The one whose prompt is computed in part.
+    chunked: Option<Handle>,
+    /// Its last chunk is not in the tree yet.
+    chunk_unstored: bool,
+    /// Admission failed, and nobody has left since.
+    batch_is_full: bool,
+    /// The batch that the last pass leaves behind starts with open admission.
+    reopens: bool,
+    new_token_ratio: NewTokenRatio,
+    order: QueueOrder,
+    /// How often a sequence entered the queue.
+    num_queued: u64,
+}
+
+impl SglangCore {
+    /// A core for a configuration that was checked ([`EngineConfig::validate_core`]).
+    pub(crate) fn new(engine: &EngineConfig, options: &SglangConfig) -> Self {
+        Self {
+            book: Book::new(engine),
+            kv: RadixCache::new(options),
+            running: RunningList::default(),
+            chunked: None,
+            chunk_unstored: false,
+            batch_is_full: false,
+            reopens: false,
+            new_token_ratio: NewTokenRatio::new(options.schedule_conservativeness),
+            order: QueueOrder::new(engine.seed),
+            num_queued: 0,
+            options: options.clone(),
+        }
+    }
+
+    pub(crate) fn set_timing(&mut self, timing: Box<dyn PassTiming>) {
+        self.book.timing = timing;
+    }
+
+    pub(crate) fn record_kv_events(&mut self) {
+        self.kv.record_events();
+    }
+
+    pub(crate) fn begin_pass(&mut self, now: EngineTime) -> Option<Pass> {
+        let mut pass = self.book.open_pass(now)?;
+        self.note_idle_gap();
+        self.release_arrivals(now, self.book.sees_ties(now));
+        self.plan(&mut pass);
+        // With nothing else to do there is no boundary to come first.
+        if pass.rows.is_empty() && pass.preempted.is_empty() && self.release_arrivals(now, true) {
+            self.plan(&mut pass);
+        }
+        self.book.launch(pass, now)
+    }
+
+    fn plan(&mut self, pass: &mut Pass) {
+        if self.book.state == SchedulingState::Stopped {
+            return;
+        }
+        self.take_over_last_pass();
+        self.plan_prefill(pass);
+        if pass.rows.is_empty() {
+            self.plan_decode(pass);
+        }
+    }
+
+    /// What the real scheduler does with the last batch before it looks for the next one.
+    fn take_over_last_pass(&mut self) {
+        if let Some(handle) = self.chunked {
+            if self.book.sequences[handle].cancelled {
+                self.chunked = None;
+                self.end(handle, FinishReason::Cancelled);
+            } else if std::mem::take(&mut self.chunk_unstored) {
+                self.store(handle);
+            }
+        }
+        if std::mem::take(&mut self.reopens) || self.running.has_gone() {
+            self.batch_is_full = false;
+        }
+        self.running.sweep(&self.book.sequences);
+    }
+
+    /// Ends a turn of the engine loop that had no batch. If nobody waits or runs, the real engine forgets what
+    /// it learned of output lengths.
+    fn note_idle_turn(&mut self) {
+        if self.is_idle() {
+            self.new_token_ratio.reset();
+        }
+    }
+
+    /// The same where nobody asked between the last pass and the next arrival; the real engine polls.
+    fn note_idle_gap(&mut self) {
+        if self.book.arrivals.next() > self.book.last_end() {
+            self.note_idle_turn();
+        }
+    }
+
+    /// Whether nobody waits or runs.
+    fn is_idle(&self) -> bool {
+        self.running.len() == 0 && self.chunked.is_none() && self.book.queue.num_waiting() == 0
+    }
+
+    pub(crate) fn settle(&mut self, now: EngineTime) -> Option<Effects> {
+        self.note_idle_turn();
+        let mut effects = self.book.open_settlement(now, !self.kv.events().is_empty())?;
+        self.kv.take_events(&mut effects.kv_events);
+        let usage = self.usage();
+        self.book.show(&mut effects, usage, now);
+        Some(effects)
+    }
+
+    fn usage(&self) -> Usage {
+        let usable = u64::from(self.kv.num_usable());
+        Usage {
+            num_running: self.running.len() as u64 + u64::from(self.chunked.is_some()),
+            usable,
+            used: usable - u64::from(self.kv.num_free()),
+            cached: self.kv.num_stored_pages(),
+        }
+    }
+
+    pub(crate) fn recycle(&mut self, effects: Effects) {
+        self.book.recycle(effects);
+    }
+
+    pub(crate) fn next_deadline(&self) -> Option<EngineTime> {
+        self.book.arrivals.next()
+    }
+
+    pub(crate) fn has_work(&self) -> bool {
+        self.book.has_work(self.running().any(|sequence| !sequence.throttled))
+    }
+
+    /// The running sequences in batch order, then the one whose prompt is computed in part.
+    pub(crate) fn running(&self) -> impl Iterator<Item = SequenceView<'_>> + '_ {
+        let sequences = &self.book.sequences;
+        self.running.iter(sequences).chain(self.chunked).map(|handle| sequences[handle].view())
+    }
+
+    pub(crate) fn waiting(&self) -> impl Iterator<Item = SequenceView<'_>> + '_ {
+        self.book.queue.iter().map(|handle| self.book.sequences[handle].view())
+    }
+
+    pub(crate) fn sequence(&self, sequence: SequenceId) -> Option<SequenceView<'_>> {
+        self.book.sequences.find(sequence).map(|handle| self.book.sequences[handle].view())
+    }
+
+    pub(crate) fn pool(&self) -> &RadixCache {
+        &self.kv
+    }
+
+    pub(crate) fn kv_events(&self) -> &[KvEvent] {
+        self.kv.events()
+    }
+
+    pub(crate) fn token_pool(&self) -> TokenPoolView {
+        TokenPoolView {
+            available_tokens: self.kv.available_tokens(),
+            evictable_tokens: self.kv.evictable_tokens(),
+            protected_tokens: self.kv.protected_tokens(),
+            new_token_ratio: self.new_token_ratio.current(),
+            batch_is_full: self.batch_is_full,
+            chunked: self.chunked.map(|handle| handle.sequence),
+        }
+    }
+}

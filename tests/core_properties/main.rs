@@ -1,0 +1,74 @@
+//! Properties of the pure core under random workloads on random small engines (engine-semantics §7.1).
+//!
+//! After every operation: blocks are conserved and owned as often as they are counted, every request is in one
+//! place or has ended once, budget and slots keep their limits, nobody is left out who could run, KV events tell
+//! the cache exactly, counters add up, and everything that can be seen, block ids included, is what an
+//! independent model of the rules predicts. At the end everything ends, and all blocks are free.
+//!
+//! `PROPTEST_CASES` sets the number of cases (256 if it is not set). A failure prints the smallest workload that
+//! was found for it, and is tried first from then on (`regressions.txt`).
+
+mod event_replay;
+mod invariants;
+mod ledger;
+mod model;
+mod model_blocks;
+mod workload;
+mod world;
+
+use proptest::prelude::*;
+use proptest::strategy::ValueTree;
+use proptest::test_runner::{FileFailurePersistence, RngAlgorithm, TestRng, TestRunner};
+use standin::EngineMetrics;
+
+use workload::{Workload, workload};
+use world::World;
+
+/// Runs a workload; gives back what the engine counted.
+fn run(workload: &Workload) -> EngineMetrics {
+    let mut world = World::new(workload);
+    for operation in &workload.operations {
+        world.perform(operation);
+    }
+    if world.must_drain(&workload.options) {
+        world.drain(workload.options.prefill_schedule_interval);
+    }
+    world.clear();
+    world.ledger.assert_closed();
+    let pool = world.core.view().pool();
+    assert_eq!(pool.num_free_blocks(), pool.num_usable_blocks());
+    assert!(!world.core.view().has_work() && world.core.next_deadline().is_none());
+    *world.last_shown()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig {
+        // Each choice between strategies seeds a generator; the default one would take half of the time.
+        rng_algorithm: RngAlgorithm::XorShift,
+        failure_persistence: Some(Box::new(FileFailurePersistence::Direct("tests/core_properties/regressions.txt"))),
+        ..ProptestConfig::default()
+    })]
+
+    #[test]
+    fn the_core_keeps_its_promises(workload in workload()) {
+        run(&workload);
+    }
+}
+
+/// Properties hold easily where nothing happens: the workloads must meet what they are about.
+#[test]
+fn the_workloads_meet_every_end_preemptions_and_hits() {
+    let rng = TestRng::deterministic_rng(RngAlgorithm::XorShift);
+    let mut runner = TestRunner::new_with_rng(ProptestConfig::default(), rng);
+    let mut met = [0; 7];
+    for _ in 0..300 {
+        let metrics = run(&workload().new_tree(&mut runner).expect("a workload").current());
+        let (finished, cache) = (metrics.finished, metrics.prefix_cache);
+        let happened =
+            [finished.stop, finished.length, finished.aborted, finished.out_of_memory, metrics.num_preemptions];
+        for (met, happened) in met.iter_mut().zip(happened.into_iter().chain([cache.hits, cache.preempted_hits])) {
+            *met += u32::from(happened > 0);
+        }
+    }
+    assert!(met.iter().all(|&cases| cases >= 30), "cases of 300 with stops, lengths, aborts, …: {met:?}");
+}
