@@ -7,6 +7,7 @@ mod kv;
 mod kv_event;
 mod metrics;
 mod output;
+pub mod replay;
 mod request;
 pub mod scheduler;
 mod time;
