@@ -1,0 +1,185 @@
+//! h06: releasing and cancelling a source, in every state it can be in.
+
+use std::task::Context;
+
+use standin::{FinishReason, HandoffError, LiveHandoffEvent, SourceEnd};
+
+use crate::common::{Log, at, config, config_of, cut, load, read, request, start, submit, turns, vllm, whole};
+use crate::kit::{Event, OK, assert_released, blocks, ms, register, source, source_of, within};
+
+const CANCELLED: FinishReason = FinishReason::Cancelled;
+
+fn ended(at: u64, end: SourceEnd) -> Event {
+    Some(LiveHandoffEvent::SourceEnded { at: ms(at), end })
+}
+
+#[tokio::test(start_paused = true)]
+async fn h06_release_before_it_is_held_is_refused_and_afterwards_frees_once() {
+    let engine = start(config());
+    let mut held = source(&engine, 1, 8).await;
+    at(&engine, 5).await;
+    assert_eq!(within(held.control.release_source()).await, Err(HandoffError::NotHeld));
+    at(&engine, 15).await;
+    assert!(matches!(held.event().await, Some(LiveHandoffEvent::SourceHeld { .. })));
+    assert_eq!(within(held.control.release_source()).await, OK);
+    assert_eq!((engine.now(), blocks(&engine)), (ms(15), (0, 0, 0)), "shown when it is answered");
+    assert_eq!(held.event().await, ended(15, SourceEnd::Released));
+    assert_eq!(held.event().await, None, "nothing can follow");
+    for _ in 0..2 {
+        assert_eq!(within(held.control.release_source()).await, OK, "over already");
+        assert_eq!(within(held.control.cancel_source()).await, OK, "over already");
+    }
+    assert_eq!(read(&mut held.stream).await, whole(1, &[10.0]));
+    assert_released(&engine).await;
+}
+
+/// The wakers note, synchronously, in which order it is seen.
+#[tokio::test(start_paused = true)]
+async fn h06_the_answer_comes_when_what_it_did_is_shown() {
+    let engine = start(config());
+    let mut held = source(&engine, 1, 8).await;
+    assert!(held.event().await.is_some());
+    at(&engine, 15).await;
+    let log = Log::default();
+    let mut metrics = engine.metrics_receiver();
+    metrics.mark_unchanged();
+    let mut released = Box::pin(held.control.release_source());
+    let (mut event, mut shown) = (Box::pin(held.events.recv()), Box::pin(metrics.changed()));
+    assert!(released.as_mut().poll(&mut Context::from_waker(&log.waker("answer"))).is_pending());
+    assert!(event.as_mut().poll(&mut Context::from_waker(&log.waker("fact"))).is_pending());
+    assert!(shown.as_mut().poll(&mut Context::from_waker(&log.waker("metrics"))).is_pending());
+    turns().await;
+    assert_eq!(log.take(), ["fact", "metrics", "answer"]);
+}
+
+/// One slot and chunks of 4 tokens: the first request runs, the second one waits.
+#[tokio::test(start_paused = true)]
+async fn h06_cancel_removes_a_source_that_is_queued_running_or_held() {
+    for (n, cancel_at, tokens, told) in
+        [(2, 5, vec![], 0), (1, 15, vec![], 0), (1, 45, vec![30.0, 40.0], 0), (1, 65, vec![], 1)]
+    {
+        let engine = start(config_of(vllm().with_max_num_seqs(1).with_max_num_batched_tokens(4)));
+        let mut running = source_of(&engine, 1, request(1, 12, 4)).await;
+        let mut queued = source_of(&engine, 2, request(2, 4, 8)).await;
+        at(&engine, cancel_at).await;
+        let side = if n == 1 { &mut running } else { &mut queued };
+        assert_eq!(within(side.control.cancel_source()).await, OK, "at {cancel_at} ms");
+        assert_eq!(engine.now(), ms(cancel_at), "no engine time goes by");
+        for _ in 0..told {
+            assert!(matches!(side.event().await, Some(LiveHandoffEvent::SourceHeld { .. })));
+        }
+        assert_eq!(side.event().await, ended(cancel_at, SourceEnd::Cancelled));
+        assert_eq!(side.event().await, None);
+        if told == 0 {
+            // Told at the boundary of the pass in flight: that is when it is shown.
+            let boundary = (cancel_at / 10 * 10 + 10) as f64;
+            assert_eq!(read(&mut side.stream).await, cut(n, &tokens, CANCELLED, boundary), "at {cancel_at} ms");
+        } else {
+            assert_eq!(read(&mut side.stream).await, whole(1, &[30.0, 40.0, 50.0, 60.0]));
+        }
+        drop((running, queued));
+        at(&engine, 1_000).await;
+        assert_released(&engine).await;
+    }
+}
+
+/// While a pass is in flight the answer comes at once, and what is freed is there for the next pass.
+#[tokio::test(start_paused = true)]
+async fn h06_a_release_during_a_pass_is_answered_at_once() {
+    // 9 usable blocks: 8 are held, 1 is used by another request, and a third one needs 8.
+    let engine = start(config_of(vllm().with_num_gpu_blocks(10)).with_max_model_len(36));
+    let held = source(&engine, 1, 32).await;
+    at(&engine, 15).await;
+    let mut running = submit(&engine, request(2, 2, 3)).await;
+    let mut waiting = submit(&engine, request(3, 32, 1)).await;
+    at(&engine, 20).await;
+    assert_eq!(load(&engine).1, 0);
+    assert_eq!(within(held.control.release_source()).await, OK);
+    assert_eq!(engine.now(), ms(20));
+    assert_eq!(read(&mut running).await, whole(2, &[25.0, 35.0, 45.0]));
+    assert_eq!(read(&mut waiting).await, whole(3, &[35.0]));
+}
+
+/// Preemption takes no held blocks: a request that they leave no room for is preempted itself, and goes on later.
+#[tokio::test(start_paused = true)]
+async fn h06_held_blocks_are_never_taken() {
+    let engine = start(config_of(vllm().with_num_gpu_blocks(11)).with_max_model_len(40));
+    let held = source(&engine, 1, 16).await;
+    at(&engine, 15).await;
+    // 6 blocks are left: both fit at first, and one of them is preempted at the latest after 12 tokens.
+    let mut first = submit(&engine, request(2, 8, 16)).await;
+    let mut second = submit(&engine, request(3, 8, 16)).await;
+    let mut ends = Vec::new();
+    for stream in [&mut first, &mut second] {
+        ends.push(read(stream).await.last().expect("an end").1);
+    }
+    assert_eq!(ends, [Some(FinishReason::Length); 2]);
+    turns().await;
+    assert!(engine.metrics_receiver().borrow().num_preemptions > 0);
+    assert_eq!(blocks(&engine), (4, 4, 0));
+    assert_eq!(within(held.control.release_source()).await, OK);
+    assert_released(&engine).await;
+}
+
+/// The request of a source is a request like any other: its own stream cancels it.
+#[tokio::test(start_paused = true)]
+async fn h06_a_source_ends_with_its_request() {
+    for drops in [false, true] {
+        let engine = start(config());
+        let mut side = source_of(&engine, 1, request(1, 8, 4)).await;
+        at(&engine, 15).await;
+        if drops {
+            drop(side.stream);
+        } else {
+            assert_eq!(within(side.stream.cancel()).await, Ok(true));
+            assert_eq!(read(&mut side.stream).await, cut(1, &[10.0], CANCELLED, 15.0));
+        }
+        let end = within(side.events.recv()).await;
+        assert!(matches!(end, Some(LiveHandoffEvent::SourceEnded { end: SourceEnd::Cancelled, .. })), "{end:?}");
+        assert_eq!(within(side.events.recv()).await, None);
+        assert_eq!(within(side.control.release_source()).await, OK, "over already");
+        assert_released(&engine).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn h06_a_source_that_outgrows_the_pool_holds_nothing() {
+    let engine = start(config_of(vllm().with_num_gpu_blocks(10)).with_max_model_len(36));
+    let (control, mut events) = register(&engine, 1);
+    // Another handoff holds 5 of 9 blocks; the source needs 9 in the end and waits for them.
+    let held = source(&engine, 2, 20).await;
+    let (registration, mut stream) = engine.prepare_request(request(1, 30, 6)).expect("valid");
+    within(control.submit_prefill(registration)).await.expect("taken");
+    at(&engine, 500).await;
+    assert_eq!(within(held.control.release_source()).await, OK);
+    let last = *read(&mut stream).await.last().expect("an end");
+    assert_eq!(last.1, Some(FinishReason::Length));
+    assert!(matches!(within(events.recv()).await, Some(LiveHandoffEvent::SourceHeld { .. })));
+    assert_eq!(within(control.cancel_source()).await, OK);
+    assert_released(&engine).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn h06_the_wrong_side_is_an_error_that_changes_nothing() {
+    let engine = start(config());
+    let held = source(&engine, 1, 8).await;
+    at(&engine, 15).await;
+    for refused in [
+        within(held.control.activate_destination(None)).await,
+        within(held.control.fail_transfer(0)).await,
+        within(held.control.cancel_destination()).await,
+    ] {
+        assert!(matches!(refused, Err(HandoffError::Scheduler(_))), "{refused:?}");
+    }
+    assert_eq!(blocks(&engine), (2, 2, 0));
+    let waits = crate::kit::destination(&engine, 2, 8, 1).await;
+    turns().await;
+    for refused in [
+        within(waits.control.release_source()).await,
+        within(waits.control.cancel_source()).await,
+        within(waits.control.heartbeat()).await,
+    ] {
+        assert!(matches!(refused, Err(HandoffError::Scheduler(_))), "{refused:?}");
+    }
+    assert_eq!(blocks(&engine), (4, 2, 2));
+}
