@@ -60,7 +60,8 @@ impl VllmCore {
                 Tried::NoRoom => break,
             }
         }
-        if !plan.defer_prefills {
+        // A pass that lets nobody in has left nobody out.
+        if !plan.defer_prefills && self.state == SchedulingState::Running {
             self.left_waiting = !self.queue.is_empty();
         }
     }
