@@ -2,8 +2,13 @@
 
 use std::future::Future;
 use std::pin::Pin;
+use std::time::Duration;
 
-use standin::{FinishReason, HandoffError, LiveEngine, LiveHandoffControl, Refused, SchedulingState, SourceEnd};
+use standin::{
+    FinishReason, HandoffError, LiveEngine, LiveHandoffControl, Refused, SchedulingState, SourceEnd, Speedup,
+};
+use tokio::runtime::Builder;
+use tokio::task::JoinSet;
 
 use crate::common::{at, config, cut, id, poll_once, read, request, start, submit, turns};
 use crate::kit::{OK, assert_released, blocks, destination, handoff_id, ms, register, reserved, source, within};
@@ -295,4 +300,45 @@ async fn h04_handoff_commands_do_not_overtake_ordinary_submissions() {
     let mut stream = source.stream;
     assert_eq!(read(&mut stream).await[0].2, 20.0);
     drop(submit(&engine, request(3, 4, 1)).await);
+}
+
+/// Real time and four threads: registrations of one id that take turns, whoever is faster.
+#[test]
+fn h02_registrations_race_for_one_id() {
+    let runtime = Builder::new_multi_thread().worker_threads(4).enable_all().build().expect("a runtime");
+    let rounds = async {
+        let engine = start(config().with_speedup(Speedup::Instant));
+        let mut racers = JoinSet::new();
+        for racer in 0..4 {
+            let engine = engine.clone();
+            racers.spawn(async move {
+                let mut round = 0;
+                while round < 100 {
+                    let (control, events) = match engine.register_handoff(handoff_id(1)) {
+                        Ok(registered) => registered,
+                        Err(HandoffError::AlreadyRegistered(_) | HandoffError::AnswerOwed(_)) => {
+                            tokio::task::yield_now().await;
+                            continue;
+                        }
+                        Err(error) => panic!("{error}"),
+                    };
+                    round += 1;
+                    let prepared = engine.prepare_request(request(100 * racer + round, 8, 1));
+                    let (registration, stream) = prepared.expect("the id is free");
+                    control.submit_prefill(registration).await.expect("nobody else is registered");
+                    if round % 3 == 0 {
+                        drop(control.cancel_source().await);
+                    }
+                    drop((stream, events, control));
+                }
+            });
+        }
+        racers.join_all().await;
+        while blocks(&engine) != (0, 0, 0) || engine.active_request_count() > 0 {
+            tokio::task::yield_now().await;
+        }
+        engine.shutdown().await.expect("it stops");
+    };
+    let ended = runtime.block_on(async { tokio::time::timeout(Duration::from_secs(60), rounds).await });
+    assert!(ended.is_ok(), "somebody waits for ever, or blocks are left");
 }

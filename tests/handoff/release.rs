@@ -2,7 +2,8 @@
 
 use std::task::Context;
 
-use standin::{FinishReason, HandoffError, LiveHandoffEvent, SourceEnd};
+use standin::{FinishReason, HandoffError, LiveEngine, LiveHandoffEvent, SourceEnd};
+use tokio::sync::watch;
 
 use crate::common::{Log, at, config, config_of, cut, load, read, request, start, submit, turns, vllm, whole};
 use crate::kit::{Event, OK, assert_released, blocks, ms, register, source, source_of, within};
@@ -134,8 +135,7 @@ async fn h06_a_source_ends_with_its_request() {
             assert_eq!(within(side.stream.cancel()).await, Ok(true));
             assert_eq!(read(&mut side.stream).await, cut(1, &[10.0], CANCELLED, 15.0));
         }
-        let end = within(side.events.recv()).await;
-        assert!(matches!(end, Some(LiveHandoffEvent::SourceEnded { end: SourceEnd::Cancelled, .. })), "{end:?}");
+        assert_eq!(within(side.events.recv()).await, ended(15, SourceEnd::Cancelled));
         assert_eq!(within(side.events.recv()).await, None);
         assert_eq!(within(side.control.release_source()).await, OK, "over already");
         assert_released(&engine).await;
@@ -182,4 +182,32 @@ async fn h06_the_wrong_side_is_an_error_that_changes_nothing() {
         assert!(matches!(refused, Err(HandoffError::Scheduler(_))), "{refused:?}");
     }
     assert_eq!(blocks(&engine), (4, 2, 2));
+}
+
+/// The gate holds passes and their ends, not commands.
+#[tokio::test(start_paused = true)]
+async fn h06_commands_are_answered_while_the_gate_is_closed() {
+    let (gate, opened) = watch::channel(true);
+    let engine = LiveEngine::builder(config()).output_gate(opened).start().expect("valid");
+    let mut held = source(&engine, 1, 8).await;
+    assert!(held.event().await.is_some());
+    let mut running = source_of(&engine, 2, request(2, 8, 3)).await;
+    at(&engine, 15).await;
+    gate.send(false).expect("alive");
+    // In the pass, and at its end, which the gate holds.
+    for ms in [16, 40] {
+        at(&engine, ms).await;
+        assert_eq!(within(held.control.heartbeat()).await, OK);
+        assert_eq!(within(running.control.release_source()).await, Err(HandoffError::NotHeld));
+    }
+    assert_eq!(within(held.control.release_source()).await, OK);
+    assert_eq!((engine.now(), blocks(&engine)), (ms(40), (2, 2, 0)), "shown at the boundary");
+    gate.send(true).expect("alive");
+    assert_eq!(held.event().await, ended(40, SourceEnd::Released));
+    assert!(running.event().await.is_some());
+    // Idle: shown at once, closed or not.
+    gate.send(false).expect("alive");
+    turns().await;
+    assert_eq!(within(running.control.cancel_source()).await, OK);
+    assert_released(&engine).await;
 }

@@ -54,7 +54,7 @@ fn the_pure_places_name_no_runtime_clock_lock_or_thread() {
         "async fn",
         "tracing",
     ];
-    let pure = ["scheduler", "kv", "timing", "replay"];
+    let pure = ["scheduler", "kv", "timing", "replay", "handoff"];
     let plain = ["config", "request", "output", "metrics", "kv_event", "time", "error"];
     let mut files: Vec<_> = pure.iter().flat_map(|folder| sources(&src().join(folder))).collect();
     for name in plain {
