@@ -372,3 +372,42 @@ impl<C: BlockContent> BlockContent for KeyTokens<'_, C> {
         self.0.extra_keys()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kv::ExtraKeys;
+    use crate::request::Request;
+
+    struct Counting(ExtraKeys);
+
+    impl BlockContent for Counting {
+        fn fill(&self, start: usize, out: &mut [u32]) {
+            out.iter_mut().zip(start as u32..).for_each(|(token, position)| *token = position);
+        }
+
+        fn extra_keys(&self) -> &ExtraKeys {
+            &self.0
+        }
+    }
+
+    #[test]
+    fn case_30_outputs_that_were_stored_with_their_prompt_can_be_evicted_without_it() {
+        let config = SglangConfig::default().with_page_size(4).with_max_total_tokens(40);
+        let mut cache = RadixCache::new(&config);
+        let content = Counting(ExtraKeys::of(&Request::new(vec![0], 1)));
+        let mut pages = SequencePages::default();
+        assert!(cache.extend(&mut pages, 30));
+        let computed = Computed { content: &content, tokens: 30, prompt_tokens: 14, priority: 0, owner: SequenceId(0) };
+        cache.store(&mut pages, &computed);
+        assert_eq!((cache.protected_tokens(), cache.available_tokens()), (28, 8));
+        cache.release(&mut pages);
+        assert_eq!((cache.evictable_tokens(), cache.available_tokens()), (28, 12));
+        // The prompt ends within a page, which goes with the output.
+        assert!(cache.make_room(4));
+        assert_eq!((cache.evictable_tokens(), cache.match_prefix(&content, 30).tokens), (12, 12));
+        assert!(cache.make_room(8));
+        assert_eq!((cache.evictable_tokens(), cache.available_tokens()), (0, 40));
+        assert!(!cache.make_room(11));
+    }
+}

@@ -186,6 +186,33 @@ fn larger_priorities_go_first_and_preempt_beyond_the_threshold() {
 }
 
 #[test]
+fn what_a_preempted_one_was_expected_to_take_is_free_for_the_other() {
+    let by_priority = one_slot(SglangPolicy::Fcfs).with_enable_priority_scheduling(true);
+    let mut rig = Rig::new(by_priority.with_max_total_tokens(40));
+    rig.submit(request(1, 5, 20));
+    rig.pass();
+    // 27 tokens of 40 are enough, of 40 - 0.7 * 19 they are not.
+    let urgent = rig.submit(request(2, 10, 16).with_priority(99));
+    assert_eq!(rig.pass().expect("a pass").prefill, [(urgent, 10)]);
+}
+
+#[test]
+fn prefixes_of_those_who_wait_are_kept_young_at_every_32nd_attempt() {
+    for (attempts_before, hit) in [(31, 0), (32, 10), (33, 0)] {
+        let mut rig = Rig::new(one_slot(SglangPolicy::Fcfs));
+        rig.submit(request(1, 10, 1));
+        rig.submit(request(2, 10, 1));
+        (2..attempts_before).for_each(|kind| _ = rig.submit(request(1 + kind, 1, 1)));
+        rig.run();
+        // The first one needs most of the pool; the second waits for the slot, and its prefix is the oldest.
+        rig.submit(request(90, 10, 40));
+        let waits = rig.submit(Request::new([prompt(1, 10), prompt(91, 2)].concat(), 1));
+        let hits: Vec<_> = rig.run().iter().flat_map(|done| done.hits.clone()).collect();
+        assert_eq!(hits[1], (waits, hit), "after {attempts_before} attempts");
+    }
+}
+
+#[test]
 fn case_48_a_very_long_output_is_reckoned_with_as_4096_tokens() {
     let mut rig = Rig::new(small().with_max_total_tokens(8300));
     for kind in 1..4 {

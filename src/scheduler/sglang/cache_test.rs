@@ -1,7 +1,7 @@
 //! What is found again, what is stored when, and how much of the pool that takes.
 
 use super::test_kit::*;
-use crate::config::{EngineConfig, EngineKind, SglangConfig, Speedup};
+use crate::config::{EngineConfig, EngineKind, RadixEvictionPolicy, SglangConfig, Speedup};
 use crate::kv_event::KvEvent;
 use crate::request::{MultimodalItem, Request, SequenceId};
 use crate::scheduler::{Applied, Command, Scheduler, Submission};
@@ -72,6 +72,25 @@ fn a_chunk_can_be_found_as_soon_as_the_next_one_is_planned() {
     let all: Vec<_> = passes.iter().map(stored).collect();
     assert_eq!(all[..3], [vec![], vec![(8, 0)], vec![(8, 2), (4, 4)]], "22 tokens are five pages and a half");
     rig.assert_drained();
+}
+
+#[test]
+fn a_prompt_that_was_stored_in_chunks_was_stored_once() {
+    let lfu = small().with_radix_eviction_policy(RadixEvictionPolicy::Lfu).with_chunked_prefill_size(Some(8));
+    let mut rig = Rig::new(lfu);
+    rig.submit(request(1, 24, 1));
+    rig.run();
+    for _ in 0..2 {
+        rig.submit(request(2, 8, 1));
+        rig.run();
+    }
+    // 51 of 64 are wanted: all chunks of the first, each stored once, go before the second, stored twice.
+    rig.submit(request(3, 32, 20));
+    rig.run();
+    for (kind, tokens, hit) in [(2, 8, 7), (1, 24, 0)] {
+        let sequence = rig.submit(request(kind, tokens, 1));
+        assert_eq!(rig.run()[0].hits, [(sequence, hit)]);
+    }
 }
 
 #[test]

@@ -230,6 +230,19 @@ fn r21_a_throttled_sequence_keeps_its_pages_and_is_left_out() {
 }
 
 #[test]
+fn r21_a_split_prompt_that_stands_still_keeps_its_slot() {
+    let mut rig = Rig::new(small().with_chunked_prefill_size(Some(8)).with_max_running_requests(1));
+    let split = rig.submit(request(1, 20, 2));
+    rig.pass();
+    rig.throttle(split, true);
+    rig.submit(request(2, 5, 1));
+    assert!(rig.pass().is_none());
+    rig.throttle(split, false);
+    rig.run();
+    rig.assert_drained();
+}
+
+#[test]
 fn r25_a_slot_used_again_in_mid_pass_is_another_sequence() {
     let mut rig = Rig::new(small());
     let cancelled = rig.submit(request(1, 4, 9));
