@@ -32,6 +32,8 @@
 //! recorded from real engines; drive it directly for offline runs and experiments. [`timing`] says how long a pass
 //! takes, [`mod@handoff`] coordinates disaggregated prefill and decode, [`replay`] reads traces and recordings.
 
+#![forbid(unsafe_code)]
+
 mod config;
 mod error;
 pub mod handoff;

@@ -35,6 +35,17 @@ pub trait PromptSource: fmt::Debug + Send + Sync {
 
     /// Writes the tokens at `start..start + out.len()` into `out`; the range lies within the prompt.
     fn fill(&self, start: usize, out: &mut [u32]);
+
+    /// A name for the tokens at `start..start + len`, where the source has one: an engine then names a KV
+    /// block after it, and does not make the tokens for that.
+    ///
+    /// Equal keys of ranges of one length must mean equal tokens, and whoever has the same tokens must give
+    /// the same key. An engine takes a prompt without keys as different content, also where its tokens are
+    /// the same. So keys are for workloads in which all prompts with common prefixes come from such sources.
+    fn content_key(&self, start: usize, len: usize) -> Option<u64> {
+        let _ = (start, len);
+        None
+    }
 }
 
 /// The tokens of a prompt. Cloning shares them.
@@ -71,6 +82,14 @@ impl Prompt {
         match self {
             Self::Tokens(tokens) => out.copy_from_slice(&tokens[start..start + out.len()]),
             Self::Lazy(source) => source.fill(start, out),
+        }
+    }
+
+    /// The key of a range of a lazy prompt ([`PromptSource::content_key`]).
+    pub(crate) fn content_key(&self, start: usize, len: usize) -> Option<u64> {
+        match self {
+            Self::Tokens(_) => None,
+            Self::Lazy(source) => source.content_key(start, len),
         }
     }
 

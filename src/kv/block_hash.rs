@@ -2,11 +2,12 @@
 //!
 //! Layout of what is hashed with XXH3-64 (seed 0): the parent's hash (8 bytes, little endian; a constant
 //! at the start of a sequence), the block's tokens (4 bytes each, little endian), then the extra keys:
-//! a tag byte, and for texts their length before their bytes, so that no two key sets look alike.
+//! a tag byte, and for texts their length before their bytes, so that no two key sets look alike. Where a
+//! lazy prompt names its content ([`crate::PromptSource::content_key`]), that name stands for the tokens.
 
 use std::sync::Arc;
 
-use xxhash_rust::xxh3::xxh3_64;
+use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
 use crate::kv_event::{BlockExtraKeys, BlockHash};
 use crate::request::{MultimodalItem, Request};
@@ -15,6 +16,9 @@ use super::radix_tree::Namespace;
 
 /// Stands in for the parent's hash at the start of a sequence. Any constant does.
 const ROOT: u64 = 0x7374_616e_6469_6e00;
+
+/// Seed for names made from content keys. Any constant but 0 does.
+const KEY_SEED: u64 = 0x636f_6e74_656e_7421;
 
 /// What beside the tokens identifies the blocks of one sequence.
 #[derive(Debug, Clone)]
@@ -39,6 +43,11 @@ impl ExtraKeys {
         self.lora_name.as_ref()
     }
 
+    /// Whether no block has any.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.lora_name.is_none() && self.multimodal.is_empty() && self.cache_salt.is_none()
+    }
+
     /// What separates its prefixes from those of other sequences, whatever their tokens.
     pub(crate) fn namespace(&self) -> Namespace {
         Namespace { lora_name: self.lora_name.clone(), cache_salt: self.cache_salt.clone() }
@@ -59,7 +68,7 @@ impl ExtraKeys {
 
     /// The keys of the block with this index in the sequence; `None` where there are none.
     pub(crate) fn of_block(&self, index: u32, block_size: u32) -> Option<BlockExtraKeys> {
-        if self.lora_name.is_none() && self.multimodal.is_empty() && self.cache_salt.is_none() {
+        if self.is_empty() {
             return None;
         }
         let start = i64::from(index) * i64::from(block_size);
@@ -109,6 +118,15 @@ impl BlockHasher {
         BlockHash(xxh3_64(&self.bytes))
     }
 
+    /// The name of the content that `key` stands for after `parent`, where a prompt has such keys and the
+    /// block no others. The seed tells these names from those of tokens.
+    pub(crate) fn hash_key(parent: Option<BlockHash>, key: u64) -> BlockHash {
+        let mut bytes = [0; 16];
+        bytes[..8].copy_from_slice(&parent.map_or(ROOT, |parent| parent.0).to_le_bytes());
+        bytes[8..].copy_from_slice(&key.to_le_bytes());
+        BlockHash(xxh3_64_with_seed(&bytes, KEY_SEED))
+    }
+
     fn push_keys(&mut self, keys: &BlockExtraKeys) {
         if let Some(lora_name) = &keys.lora_name {
             self.push_text(b'L', lora_name);
@@ -150,6 +168,15 @@ mod tests {
         let root = hash(None, &[1, 2], None);
         assert_eq!(root, hash(None, &[1, 2], None));
         for other in [hash(None, &[1, 3], None), hash(None, &[2, 2], None), hash(Some(root), &[1, 2], None)] {
+            assert_ne!(root, other);
+        }
+    }
+
+    #[test]
+    fn names_from_content_keys_chain_and_are_not_those_of_tokens() {
+        let root = BlockHasher::hash_key(None, 1);
+        assert_eq!(root, BlockHasher::hash_key(None, 1));
+        for other in [BlockHasher::hash_key(None, 2), BlockHasher::hash_key(Some(root), 1), hash(None, &[1, 0], None)] {
             assert_ne!(root, other);
         }
     }

@@ -10,10 +10,30 @@ use crate::request::SequenceId;
 use super::block_hash::{BlockHasher, ExtraKeys};
 use super::block_pool::BlockPool;
 
+/// Blocks that are hashed together beside the one that is needed: with 16 tokens a block, 2 KB of tokens.
+const HASHED_AHEAD: u32 = 32;
+
+/// Blocks that a sequence's lists have room for beside those that it needs: with 16 tokens a block, enough
+/// for most outputs, so that the lists of most sequences are allocated once.
+const SPARE_BLOCKS: u32 = 32;
+
+/// Makes room for `more` elements, and for some that will follow them.
+fn make_room<T>(list: &mut Vec<T>, more: u32) {
+    if list.capacity() - list.len() < more as usize {
+        list.reserve((more + SPARE_BLOCKS) as usize);
+    }
+}
+
 /// What a sequence's blocks hold.
 pub(crate) trait BlockContent {
     /// Writes the tokens at `start..start + out.len()`, prompt and output as one.
     fn fill(&self, start: usize, out: &mut [u32]);
+
+    /// A name for the tokens at `start..start + len`, if they have one ([`crate::PromptSource::content_key`]).
+    fn key(&self, start: usize, len: usize) -> Option<u64> {
+        let _ = (start, len);
+        None
+    }
 
     /// What beside the tokens identifies the blocks.
     fn extra_keys(&self) -> &ExtraKeys;
@@ -88,7 +108,7 @@ pub(crate) struct KvCache {
     /// What the last look-up found.
     hits: Vec<BlockId>,
     hasher: BlockHasher,
-    /// One block's tokens.
+    /// The tokens of the blocks that are being hashed.
     tokens: Vec<u32>,
 }
 
@@ -143,9 +163,10 @@ impl KvCache {
     /// tokens; [`KvCache::admit`] takes the blocks.
     pub(crate) fn look_up(&mut self, blocks: &mut SequenceBlocks, content: &impl BlockContent, max_tokens: u32) -> u32 {
         self.hits.clear();
-        for index in 0..max_tokens / self.block_size {
-            let hash = self.block_hash(blocks, content, index);
-            match self.pool.find(hash) {
+        let full = max_tokens / self.block_size;
+        for index in 0..full {
+            self.hash_blocks(blocks, content, index, full);
+            match self.pool.find(blocks.hashes[index as usize]) {
                 Some(block) => self.hits.push(block),
                 None => break,
             }
@@ -209,17 +230,13 @@ impl KvCache {
 
     fn append(&mut self, blocks: &mut SequenceBlocks, tokens: u32) -> bool {
         let missing = tokens.div_ceil(self.block_size) - blocks.len();
-        if missing > self.pool.num_free() {
-            return false;
-        }
-        for _ in 0..missing {
-            let (block, evicted) = self.pool.allocate().expect("as many blocks are free as were counted");
-            blocks.ids.push(block);
-            if let (Some(events), Some(block_hash)) = (&mut self.events, evicted) {
-                events.push(KvEvent::BlockRemoved { block_hash, block_id: block });
+        make_room(&mut blocks.ids, missing);
+        let events = &mut self.events;
+        self.pool.allocate(missing, &mut blocks.ids, |block_id, block_hash| {
+            if let Some(events) = events {
+                events.push(KvEvent::BlockRemoved { block_hash, block_id });
             }
-        }
-        true
+        })
     }
 
     /// Makes the blocks that `tokens` tokens fill findable.
@@ -247,10 +264,9 @@ impl KvCache {
     /// Makes a sequence's first `full` blocks findable.
     fn publish_full(&mut self, blocks: &mut SequenceBlocks, content: &impl BlockContent, full: u32, owner: SequenceId) {
         let first = blocks.num_cached;
-        for index in first..full {
-            let hash = self.block_hash(blocks, content, index);
-            self.pool.set_content(blocks.ids[index as usize], hash);
-        }
+        self.hash_blocks(blocks, content, full - 1, full);
+        let run = first as usize..full as usize;
+        self.pool.set_contents(&blocks.ids[run.clone()], &blocks.hashes[run]);
         blocks.num_cached = full;
         let run = BlockRun { first, ids: &blocks.ids[first as usize..full as usize], hashes: &blocks.hashes };
         self.record_stored(run, content, Some(owner));
@@ -283,17 +299,36 @@ impl KvCache {
         reset
     }
 
-    /// The hash of a full block, computed together with those before it unless it is known.
-    fn block_hash(&mut self, blocks: &mut SequenceBlocks, content: &impl BlockContent, index: u32) -> BlockHash {
-        while blocks.hashes.len() <= index as usize {
-            let next = blocks.hashes.len();
-            self.tokens.resize(self.block_size as usize, 0);
-            content.fill(next * self.block_size as usize, &mut self.tokens);
-            // There are at most `index + 1` hashes, so `next` is a u32.
-            let keys = content.extra_keys().of_block(next as u32, self.block_size);
-            blocks.hashes.push(self.hasher.hash(blocks.hashes.last().copied(), &self.tokens, keys.as_ref()));
+    /// Makes sure that the hashes of a sequence's first blocks are known up to the one with `index`. A stretch
+    /// of further ones is computed with them, as far as the tokens of `full` blocks exist: they will be needed
+    /// soon, and a stretch costs less.
+    fn hash_blocks(&mut self, blocks: &mut SequenceBlocks, content: &impl BlockContent, index: u32, full: u32) {
+        // Both are counts of one sequence's blocks, so u32.
+        let known = blocks.hashes.len() as u32;
+        if index < known {
+            return;
         }
-        blocks.hashes[index as usize]
+        let until = full.min(index.saturating_add(HASHED_AHEAD));
+        make_room(&mut blocks.hashes, until - known);
+        let keys = content.extra_keys();
+        let block_size = self.block_size as usize;
+        let mut tokens_from = usize::MAX;
+        for index in known..until {
+            let (start, parent) = (index as usize * block_size, blocks.hashes.last().copied());
+            let key = if keys.is_empty() { content.key(start, block_size) } else { None };
+            let hash = if let Some(key) = key {
+                BlockHasher::hash_key(parent, key)
+            } else {
+                if tokens_from == usize::MAX {
+                    tokens_from = start;
+                    self.tokens.resize(until as usize * block_size - start, 0);
+                    content.fill(start, &mut self.tokens);
+                }
+                let tokens = &self.tokens[start - tokens_from..][..block_size];
+                self.hasher.hash(parent, tokens, keys.of_block(index, self.block_size).as_ref())
+            };
+            blocks.hashes.push(hash);
+        }
     }
 
     /// Records that blocks of a sequence can be found.

@@ -6,6 +6,7 @@
 mod block_hash;
 mod block_pool;
 mod cache;
+mod content_index;
 mod page_pool;
 mod pool;
 mod radix_cache;

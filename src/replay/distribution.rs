@@ -1,18 +1,24 @@
 //! Durations counted exactly.
 
-use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// A multiset of durations, to the nanosecond.
 ///
-/// It holds one entry per *distinct* duration. The tokens of a batch come at the same instants, so the gaps
-/// between millions of tokens are as many different ones as there were passes.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+/// It holds one entry per *distinct* duration, and at most as many again that were added lately. The tokens of a
+/// batch come at the same instants, so the gaps between millions of tokens are as many different ones as
+/// there were passes.
+#[derive(Debug, Clone, Default)]
 pub struct Distribution {
-    counts: BTreeMap<u64, u64>,
+    /// Nanoseconds and how often, ascending, each duration once.
+    sorted: Vec<(u64, u64)>,
+    /// The same as it was added.
+    recent: Vec<(u64, u64)>,
     count: u64,
     sum_nanos: u128,
 }
+
+/// Additions that are sorted in together at the least.
+const FEW: usize = 4096;
 
 /// Mean, percentiles and maximum of a [`Distribution`], in milliseconds.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -45,7 +51,11 @@ impl Distribution {
             return;
         }
         let nanos = u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX);
-        *self.counts.entry(nanos).or_default() += count;
+        self.recent.push((nanos, count));
+        if self.recent.len() >= FEW.max(self.sorted.len()) {
+            self.sorted = self.counts();
+            self.recent.clear();
+        }
         self.count += count;
         self.sum_nanos += u128::from(nanos) * u128::from(count);
     }
@@ -56,13 +66,32 @@ impl Distribution {
         self.count
     }
 
+    /// Every distinct duration in nanoseconds, and how often it was added, ascending.
+    fn counts(&self) -> Vec<(u64, u64)> {
+        let mut counts = Vec::with_capacity(self.sorted.len() + self.recent.len());
+        counts.extend_from_slice(&self.sorted);
+        counts.extend_from_slice(&self.recent);
+        // Stable: it finds the part that is in order.
+        counts.sort_by_key(|&(nanos, _)| nanos);
+        counts.dedup_by(|(later, count), (nanos, total)| {
+            let same = later == nanos;
+            *total += if same { *count } else { 0 };
+            same
+        });
+        counts
+    }
+
     /// The percentile by nearest rank: the smallest value that at least `percent` % of the values do not
     /// exceed. It is always one of the values, nothing is interpolated. `percent` is above 0 and at most 100.
     #[must_use]
     pub fn percentile(&self, percent: u32) -> Option<Duration> {
+        self.percentile_of(&self.counts(), percent)
+    }
+
+    fn percentile_of(&self, counts: &[(u64, u64)], percent: u32) -> Option<Duration> {
         let rank = (u128::from(self.count) * u128::from(percent)).div_ceil(100);
         let mut below_or_equal = 0;
-        for (&nanos, &count) in &self.counts {
+        for &(nanos, count) in counts {
             below_or_equal += u128::from(count);
             if below_or_equal >= rank {
                 return Some(Duration::from_nanos(nanos));
@@ -74,7 +103,8 @@ impl Distribution {
     /// The usual summary; `None` if there is no value.
     #[must_use]
     pub fn summary(&self) -> Option<Summary> {
-        let percentile = |percent| Some(self.percentile(percent)?.as_nanos() as f64 / 1e6);
+        let counts = self.counts();
+        let percentile = |percent| Some(self.percentile_of(&counts, percent)?.as_nanos() as f64 / 1e6);
         Some(Summary {
             count: self.count,
             p50: percentile(50)?,
@@ -85,6 +115,15 @@ impl Distribution {
         })
     }
 }
+
+impl PartialEq for Distribution {
+    /// Equal multisets, in whatever order they were added.
+    fn eq(&self, other: &Self) -> bool {
+        self.count == other.count && self.counts() == other.counts()
+    }
+}
+
+impl Eq for Distribution {}
 
 #[cfg(test)]
 mod tests {

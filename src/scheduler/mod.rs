@@ -54,6 +54,9 @@ use crate::timing::PassTiming;
 #[derive(Debug)]
 pub struct Scheduler {
     core: Core,
+    /// The boxes of a pass and of effects that were given out without them.
+    pass_box: Option<Box<Pass>>,
+    effects_box: Option<Box<Effects>>,
 }
 
 /// The engine kinds. Matched in this file alone.
@@ -77,7 +80,7 @@ impl Scheduler {
             EngineKind::Vllm(options) => Core::Vllm(Box::new(vllm::VllmCore::new(config, options))),
             EngineKind::Sglang(options) => Core::Sglang(Box::new(sglang::SglangCore::new(config, options))),
         };
-        Ok(Self { core })
+        Ok(Self { core, pass_box: None, effects_box: None })
     }
 
     /// Uses the caller's timing model.
@@ -152,32 +155,67 @@ impl Scheduler {
     ///
     /// `now` must not be before the end of the last pass.
     pub fn begin_pass(&mut self, now: EngineTime) -> Option<Pass> {
-        match &mut self.core {
-            Core::Vllm(core) => core.begin_pass(now),
-            Core::Sglang(core) => core.begin_pass(now),
-        }
+        let mut boxed = self.begin_pass_boxed(now)?;
+        let pass = std::mem::take(&mut *boxed);
+        self.pass_box = Some(boxed);
+        Some(pass)
     }
 
     /// Ends a pass and returns what it did, in the order in which it is to be shown.
     pub fn finish_pass(&mut self, pass: Pass, now: EngineTime) -> Effects {
-        match &mut self.core {
-            Core::Vllm(core) => core.finish_pass(pass, now),
-            Core::Sglang(core) => core.finish_pass(pass, now),
-        }
+        let mut boxed = self.pass_box.take().unwrap_or_default();
+        *boxed = pass;
+        let effects = self.finish_pass_boxed(boxed, now);
+        self.unbox(effects)
     }
 
     /// What commands did that no pass will show: KV events of a reset, ends, changed metrics. For
     /// the instants at which [`Scheduler::begin_pass`] had nothing to do; `None` if nothing changed
     /// since the last effects.
     pub fn settle(&mut self, now: EngineTime) -> Option<Effects> {
+        self.settle_boxed(now).map(|effects| self.unbox(effects))
+    }
+
+    /// Takes the buffers of effects back for reuse.
+    pub fn recycle(&mut self, effects: Effects) {
+        let mut boxed = self.effects_box.take().unwrap_or_default();
+        *boxed = effects;
+        self.recycle_boxed(boxed);
+    }
+
+    fn unbox(&mut self, mut boxed: Box<Effects>) -> Effects {
+        let effects = std::mem::take(&mut *boxed);
+        self.effects_box = Some(boxed);
+        effects
+    }
+
+    /// [`Scheduler::begin_pass`] for loops that keep the pass: it is half a kilobyte, and would be moved
+    /// several times on its way.
+    pub(crate) fn begin_pass_boxed(&mut self, now: EngineTime) -> Option<Box<Pass>> {
+        match &mut self.core {
+            Core::Vllm(core) => core.begin_pass(now),
+            Core::Sglang(core) => core.begin_pass(now),
+        }
+    }
+
+    /// [`Scheduler::finish_pass`], likewise.
+    pub(crate) fn finish_pass_boxed(&mut self, pass: Box<Pass>, now: EngineTime) -> Box<Effects> {
+        match &mut self.core {
+            Core::Vllm(core) => core.finish_pass(pass, now),
+            Core::Sglang(core) => core.finish_pass(pass, now),
+        }
+    }
+
+    /// [`Scheduler::settle`], likewise.
+    pub(crate) fn settle_boxed(&mut self, now: EngineTime) -> Option<Box<Effects>> {
         match &mut self.core {
             Core::Vllm(core) => core.settle(now),
             Core::Sglang(core) => core.settle(now),
         }
     }
 
-    /// Takes the buffers of effects back for reuse.
-    pub fn recycle(&mut self, effects: Effects) {
+    /// [`Scheduler::recycle`], likewise.
+    pub(crate) fn recycle_boxed(&mut self, effects: Box<Effects>) {
         match &mut self.core {
             Core::Vllm(core) => core.recycle(effects),
             Core::Sglang(core) => core.recycle(effects),

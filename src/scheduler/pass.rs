@@ -255,3 +255,13 @@ pub struct Effects {
     /// The engine's state.
     pub metrics: EngineMetrics,
 }
+
+impl Effects {
+    /// Takes everything out but the metrics and keeps the memory.
+    pub(crate) fn clear(&mut self) {
+        self.kv_events.clear();
+        self.outputs.clear();
+        self.facts.clear();
+        self.pass = None;
+    }
+}

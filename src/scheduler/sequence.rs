@@ -305,6 +305,10 @@ impl BlockContent for Content {
         }
     }
 
+    fn key(&self, start: usize, len: usize) -> Option<u64> {
+        if start + len <= self.prompt.len() { self.prompt.content_key(start, len) } else { None }
+    }
+
     fn extra_keys(&self) -> &ExtraKeys {
         &self.extra_keys
     }

@@ -109,6 +109,10 @@ impl OfflineRun {
     }
 }
 
+/// Requests that an engine is given before it is let run, where nobody looks at it meanwhile: what it works
+/// with stays in the processor's caches for so long.
+const AHEAD: usize = 64;
+
 /// A run under way.
 struct Fleet<'a> {
     config: &'a EngineConfig,
@@ -139,14 +143,20 @@ impl<'a> Fleet<'a> {
         if request.validate(self.config).is_err() {
             return self.recorder.refused();
         }
-        // What the router sees of the engines is their state at the arrival.
-        for worker in &mut self.workers {
-            worker.advance(arrival, &mut self.recorder);
+        if self.routing.looks_at_load() {
+            // What it sees of the engines is their state at the arrival.
+            for worker in &mut self.workers {
+                worker.advance(arrival, &mut self.recorder);
+            }
         }
         let chosen = self.routing.choose(prompt_tokens, &hash_ids, self.workers.iter().map(Worker::load));
         self.cache.observe(prompt_tokens, &hash_ids, TRACE_BLOCK_TOKENS);
-        self.workers[chosen].submit(self.submitted, request, arrival);
+        let worker = &mut self.workers[chosen];
+        worker.submit(self.submitted, request, arrival);
         self.submitted += 1;
+        if worker.num_ahead() == AHEAD {
+            worker.advance(arrival, &mut self.recorder);
+        }
     }
 
     fn finish(mut self) -> Result<Report, OfflineError> {
@@ -155,8 +165,7 @@ impl<'a> Fleet<'a> {
         for worker in &mut self.workers {
             worker.advance(EngineTime::MAX, &mut self.recorder);
             unfinished += worker.load().active_requests;
-            metrics.num_preemptions += worker.metrics().num_preemptions;
-            metrics.num_passes += worker.metrics().num_passes;
+            worker.add_counts(&mut metrics);
         }
         if unfinished > 0 {
             return Err(OfflineError::Unfinished { requests: unfinished });

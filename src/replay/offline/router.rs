@@ -81,6 +81,11 @@ impl Routing {
         }
     }
 
+    /// Whether it chooses by what the engines are doing.
+    pub(super) fn looks_at_load(&self) -> bool {
+        !matches!(self, Self::RoundRobin { .. })
+    }
+
     /// The index of the engine for a prompt. `loads` has one entry per engine, at least one.
     pub(super) fn choose(
         &mut self,
@@ -153,5 +158,59 @@ impl SentBlocks {
             let last_use = &self.last_use;
             self.uses.retain(|(at, id)| last_use.get(id) == Some(at));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn load(active_requests: usize, held_tokens: u64) -> Load {
+        Load { active_requests, held_tokens }
+    }
+
+    fn choices(router: Router, loads: [Load; 3], prompts: &[(u32, &[u64])]) -> Vec<usize> {
+        let mut routing = Routing::new(router, 3, &EngineConfig::default());
+        prompts.iter().map(|&(tokens, ids)| routing.choose(tokens, ids, loads.into_iter())).collect()
+    }
+
+    #[test]
+    fn each_router_follows_its_rule_and_the_first_engine_wins_a_tie() {
+        let prompts: [(u32, &[u64]); 4] = [(1024, &[1, 2]), (1024, &[1, 3]), (512, &[4]), (100, &[4])];
+        let idle = [Load::default(); 3];
+        assert_eq!(choices(Router::RoundRobin, idle, &prompts), [0, 1, 2, 0]);
+        assert_eq!(choices(Router::LeastLoaded, [load(2, 0), load(1, 9_000), load(1, 0)], &prompts), [1; 4]);
+        assert_eq!(choices(Router::PrefixAware, idle, &prompts), [0; 4], "all cost nothing more there");
+        let busy = [load(1, 600), load(1, 0), load(1, 90)];
+        assert_eq!(choices(Router::PrefixAware, busy, &prompts), [1, 1, 1, 1]);
+        // The first block is cached by the engine that is busier by less than a block, then by more.
+        for (held, expected) in [(511, 0), (512, 0), (513, 1)] {
+            let mut routing = Routing::new(Router::PrefixAware, 2, &EngineConfig::default());
+            assert_eq!(routing.choose(1024, &[1, 2], [load(0, 0), load(0, 1)].into_iter()), 0);
+            assert_eq!(routing.choose(1024, &[1, 3], [load(1, held), load(0, 0)].into_iter()), expected, "{held}");
+        }
+    }
+
+    #[test]
+    fn the_least_recently_used_blocks_are_forgotten_and_memory_stays_bounded() {
+        let mut sent = SentBlocks::new(3);
+        sent.add(&[1, 2, 3]);
+        sent.add(&[1]);
+        sent.add(&[4]);
+        assert_eq!((sent.prefix(&[1, 2]), sent.prefix(&[3, 4]), sent.prefix(&[2])), (1, 2, 0));
+        for _ in 0..1_000 {
+            sent.add(&[1, 3]);
+        }
+        assert_eq!(sent.prefix(&[1, 3, 4]), 3);
+        assert!(sent.uses.len() <= 8, "{}", sent.uses.len());
+    }
+
+    #[test]
+    fn names_are_read_as_they_are_written() {
+        for router in [Router::RoundRobin, Router::LeastLoaded, Router::PrefixAware] {
+            assert_eq!(router.to_string().parse(), Ok(router));
+        }
+        let error = Router::from_str("random").expect_err("there is none");
+        assert_eq!(error.to_string(), "router = random: round-robin, least-loaded or prefix-aware");
     }
 }

@@ -15,12 +15,14 @@ use super::router::Load;
 /// A scheduler and its place in time.
 pub(super) struct Worker {
     scheduler: Scheduler,
-    in_flight: Option<Pass>,
+    in_flight: Option<Box<Pass>>,
     /// No pass begins before: the end of the start-up, or of the last pass.
     free_at: EngineTime,
     records: FxHashMap<SequenceId, RequestRecord>,
     load: Load,
-    metrics: EngineMetrics,
+    num_ahead: usize,
+    /// Passes and preemptions, as the last boundary showed them.
+    counts: (u64, u64),
 }
 
 impl Worker {
@@ -31,7 +33,8 @@ impl Worker {
             free_at: EngineTime::from(config.speedup.scale(config.startup)),
             records: FxHashMap::default(),
             load: Load::default(),
-            metrics: EngineMetrics::default(),
+            num_ahead: 0,
+            counts: (0, 0),
         })
     }
 
@@ -39,9 +42,15 @@ impl Worker {
         self.load
     }
 
-    /// As the last boundary showed them.
-    pub(super) fn metrics(&self) -> &EngineMetrics {
-        &self.metrics
+    /// Requests that were submitted since it last advanced.
+    pub(super) fn num_ahead(&self) -> usize {
+        self.num_ahead
+    }
+
+    /// Adds its passes and preemptions.
+    pub(super) fn add_counts(&self, metrics: &mut EngineMetrics) {
+        metrics.num_passes += self.counts.0;
+        metrics.num_preemptions += self.counts.1;
     }
 
     /// Takes a request in. It was validated against the configuration, and `number` is new.
@@ -51,6 +60,7 @@ impl Worker {
         let submission = Submission { sequence, tie_key: number.into(), request };
         self.scheduler.apply(Command::Submit(submission), arrival).expect("a valid request under a new number");
         self.records.insert(sequence, RequestRecord::new(arrival, prompt_tokens));
+        self.num_ahead += 1;
         self.load.active_requests += 1;
         self.load.held_tokens += u64::from(prompt_tokens);
     }
@@ -58,6 +68,7 @@ impl Worker {
     /// Carries out everything up to the boundaries at `to`. Who arrives at `to` has yet to be submitted, so
     /// an idle engine does not begin there.
     pub(super) fn advance(&mut self, to: EngineTime, recorder: &mut Recorder) {
+        self.num_ahead = 0;
         loop {
             if let Some(pass) = self.in_flight.take_if(|pass| pass.ends_at() <= to) {
                 self.free_at = pass.ends_at();
@@ -83,19 +94,19 @@ impl Worker {
     }
 
     fn begin(&mut self, at: EngineTime) {
-        self.in_flight = self.scheduler.begin_pass(at);
-        for admitted in self.in_flight.iter().flat_map(Pass::admitted) {
+        self.in_flight = self.scheduler.begin_pass_boxed(at);
+        for admitted in self.in_flight.iter().flat_map(|pass| pass.admitted()) {
             if let Some(record) = self.records.get_mut(&admitted.sequence) {
                 record.admitted(at, admitted.cached_tokens);
             }
         }
     }
 
-    fn finish(&mut self, pass: Pass, recorder: &mut Recorder) {
-        let effects = self.scheduler.finish_pass(pass, self.free_at);
+    fn finish(&mut self, pass: Box<Pass>, recorder: &mut Recorder) {
+        let effects = self.scheduler.finish_pass_boxed(pass, self.free_at);
         self.show(&effects, recorder);
-        self.metrics = effects.metrics;
-        self.scheduler.recycle(effects);
+        self.counts = (effects.metrics.num_passes, effects.metrics.num_preemptions);
+        self.scheduler.recycle_boxed(effects);
     }
 
     fn show(&mut self, effects: &Effects, recorder: &mut Recorder) {

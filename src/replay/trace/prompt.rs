@@ -53,18 +53,32 @@ impl PromptSource for TracePrompt {
             let (part, rest) = out.split_at_mut(out.len().min(BLOCK - offset));
             let (key, from_block_start) = self.key(block);
             let first = if from_block_start { offset } else { position };
-            for (place, token) in part.iter_mut().enumerate() {
-                let raw = mix(key.wrapping_add(((first + place) as u64 + 1).wrapping_mul(STEP)));
-                *token = ((u128::from(raw) * u128::from(self.vocab_size)) >> 64) as u32;
+            let mut state = key.wrapping_add((first as u64).wrapping_mul(STEP));
+            for token in part.iter_mut() {
+                state = state.wrapping_add(STEP);
+                *token = ((u128::from(mix(state)) * u128::from(self.vocab_size)) >> 64) as u32;
             }
             position += part.len();
             out = rest;
         }
     }
+
+    /// Within one block the tokens follow from the block's key and the position in it.
+    fn content_key(&self, start: usize, len: usize) -> Option<u64> {
+        let (block, offset) = (start / BLOCK, start % BLOCK);
+        if offset + len > BLOCK {
+            return None;
+        }
+        let (key, from_block_start) = self.key(block);
+        let first = if from_block_start { offset } else { start };
+        Some(mix(key.wrapping_add((first as u64).wrapping_mul(STEP))))
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use super::*;
     use crate::request::Prompt;
 
@@ -95,6 +109,34 @@ mod tests {
             let mut part = vec![0; len];
             lazy.fill(start, &mut part);
             assert_eq!(part, whole[start..start + len], "{start}+{len}");
+        }
+    }
+
+    #[test]
+    fn ranges_have_equal_keys_exactly_where_they_have_equal_tokens() {
+        let prompts = [
+            prompt(&[7, 8, 9], 1300, 0),
+            prompt(&[7, 8, 9], 1300, 1),
+            prompt(&[7, 6, 8], 1536, 2),
+            prompt(&[8, 7], 1024, 3),
+            prompt(&[], 700, 4),
+            prompt(&[], 700, 5),
+        ];
+        for len in [1, 16, 48, 512] {
+            let (mut by_key, mut by_tokens) = (BTreeMap::new(), BTreeMap::new());
+            for prompt in &prompts {
+                for start in (0..prompt.len() + 1 - len).step_by(len) {
+                    let mut tokens = vec![0; len];
+                    prompt.fill(start, &mut tokens);
+                    let key = prompt.content_key(start, len);
+                    assert_eq!(key.is_none(), start % BLOCK + len > BLOCK, "{start}+{len}");
+                    if let Some(key) = key {
+                        assert_eq!(by_key.entry(key).or_insert_with(|| tokens.clone()), &tokens, "{start}+{len}");
+                        // One token alone may be the same by chance.
+                        assert!(len == 1 || *by_tokens.entry(tokens).or_insert(key) == key, "{start}+{len}");
+                    }
+                }
+            }
         }
     }
 

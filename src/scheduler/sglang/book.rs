@@ -40,8 +40,8 @@ pub(super) struct Book {
     clock: EngineTime,
     /// A snapshot would differ from the last one that was given out.
     unshown: bool,
-    spare_pass: Pass,
-    spare_effects: Effects,
+    spare_pass: Option<Box<Pass>>,
+    spare_effects: Option<Box<Effects>>,
 }
 
 /// What a snapshot says of the batch and of the KV pool, whose use is counted in blocks.
@@ -70,8 +70,8 @@ impl Book {
             last_pass: None,
             clock: EngineTime::ZERO,
             unshown: false,
-            spare_pass: Pass::default(),
-            spare_effects: Effects::default(),
+            spare_pass: None,
+            spare_effects: None,
         }
     }
 
@@ -154,12 +154,12 @@ impl Book {
     }
 
     /// A pass to plan that begins now; `None` while one is in flight.
-    pub(super) fn open_pass(&mut self, now: EngineTime) -> Option<Pass> {
+    pub(super) fn open_pass(&mut self, now: EngineTime) -> Option<Box<Pass>> {
         if self.in_flight {
             return None;
         }
         self.hear(now);
-        Some(mem::take(&mut self.spare_pass))
+        Some(self.spare_pass.take().unwrap_or_default())
     }
 
     /// Whether a pass that begins now sees the arrivals of this very instant: a boundary comes before them.
@@ -173,9 +173,9 @@ impl Book {
     }
 
     /// Sets a planned pass in flight; `None` if it would do nothing.
-    pub(super) fn launch(&mut self, mut pass: Pass, now: EngineTime) -> Option<Pass> {
+    pub(super) fn launch(&mut self, mut pass: Box<Pass>, now: EngineTime) -> Option<Box<Pass>> {
         if pass.rows.is_empty() && pass.preempted.is_empty() && self.ended.is_empty() {
-            self.spare_pass = pass;
+            self.spare_pass = Some(pass);
             return None;
         }
         mem::swap(&mut pass.ended, &mut self.ended);
@@ -189,18 +189,18 @@ impl Book {
     }
 
     /// Lands a pass: the effects to fill.
-    pub(super) fn land(&mut self, pass: &Pass, now: EngineTime) -> Effects {
+    pub(super) fn land(&mut self, pass: &Pass, now: EngineTime) -> Box<Effects> {
         debug_assert!(self.in_flight, "a pass is finished once, by the scheduler that began it");
         self.in_flight = false;
         self.hear(now);
         self.last_pass = Some((pass.started_at, now));
-        let mut effects = mem::take(&mut self.spare_effects);
+        let mut effects = self.spare_effects.take().unwrap_or_default();
         effects.outputs.append(&mut self.due_outputs);
         effects
     }
 
     /// Completes the effects of a pass, whose buffers are used again.
-    pub(super) fn close_pass(&mut self, mut pass: Pass, effects: &mut Effects, usage: Usage, now: EngineTime) {
+    pub(super) fn close_pass(&mut self, mut pass: Box<Pass>, effects: &mut Effects, usage: Usage, now: EngineTime) {
         self.metrics.prefix_cache.add(&pass.prefix_cache);
         if !pass.is_empty() {
             self.metrics.num_passes += 1;
@@ -208,16 +208,16 @@ impl Book {
         }
         self.show(effects, usage, now);
         pass.clear();
-        self.spare_pass = pass;
+        self.spare_pass = Some(pass);
     }
 
     /// Effects for what changed outside a pass; `None` if nothing did.
-    pub(super) fn open_settlement(&mut self, now: EngineTime, has_events: bool) -> Option<Effects> {
+    pub(super) fn open_settlement(&mut self, now: EngineTime, has_events: bool) -> Option<Box<Effects>> {
         self.hear(now);
         if self.in_flight || !(self.unshown || has_events) {
             return None;
         }
-        let mut effects = mem::take(&mut self.spare_effects);
+        let mut effects = self.spare_effects.take().unwrap_or_default();
         effects.outputs.append(&mut self.due_outputs);
         Some(effects)
     }
@@ -239,11 +239,9 @@ impl Book {
     }
 
     /// Takes the buffers of effects back.
-    pub(super) fn recycle(&mut self, mut effects: Effects) {
-        effects.kv_events.clear();
-        effects.outputs.clear();
-        effects.pass = None;
-        self.spare_effects = effects;
+    pub(super) fn recycle(&mut self, mut effects: Box<Effects>) {
+        effects.clear();
+        self.spare_effects = Some(effects);
     }
 
     /// Whether an engine loop would call the scheduler, given whether something in the batch can run.

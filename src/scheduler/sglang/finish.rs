@@ -10,7 +10,7 @@ use crate::time::EngineTime;
 use super::SglangCore;
 
 impl SglangCore {
-    pub(crate) fn finish_pass(&mut self, pass: Pass, now: EngineTime) -> Effects {
+    pub(crate) fn finish_pass(&mut self, pass: Box<Pass>, now: EngineTime) -> Box<Effects> {
         let mut effects = self.book.land(&pass, now);
         let (prefill, decode) = pass.rows.split_at(pass.num_prefill_rows);
         for row in prefill.iter().filter(|row| row.samples) {

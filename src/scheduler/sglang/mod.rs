@@ -94,7 +94,7 @@ impl SglangCore {
         self.kv.record_events();
     }
 
-    pub(crate) fn begin_pass(&mut self, now: EngineTime) -> Option<Pass> {
+    pub(crate) fn begin_pass(&mut self, now: EngineTime) -> Option<Box<Pass>> {
         let mut pass = self.book.open_pass(now)?;
         self.note_idle_gap();
         self.release_arrivals(now, self.book.sees_ties(now));
@@ -153,7 +153,7 @@ impl SglangCore {
         self.running.len() == 0 && self.chunked.is_none() && self.book.queue.num_waiting() == 0
     }
 
-    pub(crate) fn settle(&mut self, now: EngineTime) -> Option<Effects> {
+    pub(crate) fn settle(&mut self, now: EngineTime) -> Option<Box<Effects>> {
         self.note_idle_turn();
         let mut effects = self.book.open_settlement(now, !self.kv.events().is_empty())?;
         self.kv.take_events(&mut effects.kv_events);
@@ -172,7 +172,7 @@ impl SglangCore {
         }
     }
 
-    pub(crate) fn recycle(&mut self, effects: Effects) {
+    pub(crate) fn recycle(&mut self, effects: Box<Effects>) {
         self.book.recycle(effects);
     }
 

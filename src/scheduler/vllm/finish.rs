@@ -12,12 +12,12 @@ use crate::time::EngineTime;
 use super::VllmCore;
 
 impl VllmCore {
-    pub(crate) fn finish_pass(&mut self, mut pass: Pass, now: EngineTime) -> Effects {
+    pub(crate) fn finish_pass(&mut self, mut pass: Box<Pass>, now: EngineTime) -> Box<Effects> {
         debug_assert!(self.in_flight, "a pass is finished once, by the scheduler that began it");
         self.in_flight = false;
         (self.now, self.clock) = (now, self.clock.max(now));
         self.last_pass = Some((pass.started_at, now));
-        let mut effects = mem::take(&mut self.spare_effects);
+        let mut effects = self.spare_effects.take().unwrap_or_default();
         effects.outputs.append(&mut self.ends);
         let (num_ended, num_shown) = (self.ended.len(), effects.outputs.len());
         let reports = mem::take(&mut self.reports);
@@ -42,7 +42,7 @@ impl VllmCore {
         }
         self.show(&mut effects, now);
         pass.clear();
-        self.spare_pass = pass;
+        self.spare_pass = Some(pass);
         effects
     }
 

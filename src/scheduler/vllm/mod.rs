@@ -89,8 +89,8 @@ pub(crate) struct VllmCore {
     metrics: EngineMetrics,
     /// A snapshot would differ from the last one that was given out.
     unshown: bool,
-    spare_pass: Pass,
-    spare_effects: Effects,
+    spare_pass: Option<Box<Pass>>,
+    spare_effects: Option<Box<Effects>>,
 }
 
 impl VllmCore {
@@ -122,8 +122,8 @@ impl VllmCore {
             now: EngineTime::ZERO,
             metrics: EngineMetrics::default(),
             unshown: false,
-            spare_pass: Pass::default(),
-            spare_effects: Effects::default(),
+            spare_pass: None,
+            spare_effects: None,
         }
     }
 
@@ -143,7 +143,7 @@ impl VllmCore {
         self.connector_log.as_mut().map(mem::take).unwrap_or_default()
     }
 
-    pub(crate) fn begin_pass(&mut self, now: EngineTime) -> Option<Pass> {
+    pub(crate) fn begin_pass(&mut self, now: EngineTime) -> Option<Box<Pass>> {
         if self.in_flight {
             return None;
         }
@@ -152,7 +152,7 @@ impl VllmCore {
         // A boundary comes before the arrivals of its instant.
         let boundary_first = self.last_pass.is_some_and(|(began, ended)| ended == now && began < now);
         self.release_arrivals(now, !boundary_first);
-        let mut pass = mem::take(&mut self.spare_pass);
+        let mut pass = self.spare_pass.take().unwrap_or_default();
         self.plan(&mut pass);
         // With nothing else to do there is no boundary to come first.
         if pass.rows.is_empty() && pass.preempted.is_empty() && self.release_arrivals(now, true) {
@@ -160,7 +160,7 @@ impl VllmCore {
         }
         if pass.rows.is_empty() && pass.preempted.is_empty() && self.ended.is_empty() {
             pass.clear();
-            self.spare_pass = pass;
+            self.spare_pass = Some(pass);
             return None;
         }
         mem::swap(&mut pass.ended, &mut self.ended);
@@ -179,7 +179,7 @@ impl VllmCore {
         self.expire(now);
     }
 
-    pub(crate) fn settle(&mut self, now: EngineTime) -> Option<Effects> {
+    pub(crate) fn settle(&mut self, now: EngineTime) -> Option<Box<Effects>> {
         if self.in_flight {
             return None;
         }
@@ -187,17 +187,14 @@ impl VllmCore {
         if !(self.unshown || !self.kv.events().is_empty() || self.handoffs.has_facts()) {
             return None;
         }
-        let mut effects = mem::take(&mut self.spare_effects);
+        let mut effects = self.spare_effects.take().unwrap_or_default();
         self.show(&mut effects, now);
         Some(effects)
     }
 
-    pub(crate) fn recycle(&mut self, mut effects: Effects) {
-        effects.kv_events.clear();
-        effects.outputs.clear();
-        effects.facts.clear();
-        effects.pass = None;
-        self.spare_effects = effects;
+    pub(crate) fn recycle(&mut self, mut effects: Box<Effects>) {
+        effects.clear();
+        self.spare_effects = Some(effects);
     }
 
     pub(crate) fn next_deadline(&self) -> Option<EngineTime> {
