@@ -18,7 +18,10 @@ const PROMPT_TOKENS: usize = 64;
 const OUTPUT_TOKENS: u32 = 256;
 
 fn config(streams: u32) -> EngineConfig {
-    let vllm = VllmConfig::default().with_num_gpu_blocks(2_000_000).with_max_num_seqs(streams.max(1));
+    let vllm = VllmConfig::default()
+        .with_num_gpu_blocks(2_000_000)
+        .with_max_num_seqs(streams)
+        .with_max_num_batched_tokens(streams.max(8_192));
     EngineConfig::new(EngineKind::Vllm(vllm)).with_timing(TimingConfig::ConstantMs(1.0)).with_speedup(Speedup::Instant)
 }
 
@@ -72,7 +75,7 @@ fn live_stream(criterion: &mut Criterion) {
     let runtime = Runtime::new().expect("a runtime");
     let mut group = criterion.benchmark_group("live_stream");
     group.sample_size(10).measurement_time(Duration::from_secs(5));
-    for streams in [1_u32, 64, 1_024] {
+    for streams in [1_u32, 64, 256, 1_024, 4_096, 16_384] {
         let tokens = u64::from(streams) * u64::from(OUTPUT_TOKENS);
         group.throughput(Throughput::Elements(tokens));
         let engine =

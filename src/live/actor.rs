@@ -48,6 +48,7 @@ pub(super) struct Actor {
     pub(super) shows_admissions: bool,
     pub(super) max_model_len: u32,
     pub(super) phase: Phase,
+    pub(super) timer_set_for: Option<EngineTime>,
     /// No pass begins before: the end of the last pass, of the start-up, or the last change on an idle engine.
     pub(super) free_at: EngineTime,
     /// When planning was last tried: what was due by then has been.
@@ -59,15 +60,16 @@ pub(super) struct Actor {
     pub(super) ending: Vec<(SequenceId, oneshot::Sender<bool>)>,
     /// The batch that is being filled.
     pub(super) batch: Box<Batch>,
+    /// The one that came back last, empty.
+    pub(super) spare_batch: Option<Box<Batch>>,
 }
 
 #[derive(Debug)]
-#[expect(clippy::large_enum_variant, reason = "there is one per engine, and a box would be allocated per pass")]
 pub(super) enum Phase {
     /// Nothing is in flight.
     Idle,
     /// A pass is; it ends at its modelled end, or later if the gate is closed then.
-    InFlight(Pass),
+    InFlight(Box<Pass>),
     /// The dispatcher has the effects of a boundary.
     Dispatching,
 }
@@ -140,9 +142,9 @@ impl Actor {
                 // for the dispatcher, and an idle engine is due once.
                 return Wake::Timer;
             }
-            let instant = self.clock.instant(due);
-            if timer.deadline() != instant {
-                timer.as_mut().reset(instant);
+            if self.timer_set_for != Some(due) || timer.is_elapsed() {
+                timer.as_mut().reset(self.clock.timer(due));
+                self.timer_set_for = Some(due);
             }
         }
         tokio::select! {
@@ -243,7 +245,7 @@ impl Actor {
         }
     }
 
-    fn end_pass(&mut self, pass: Pass, now: EngineTime) {
+    fn end_pass(&mut self, pass: Box<Pass>, now: EngineTime) {
         let ends_at = pass.ends_at();
         // A pass that takes no time ends when it is carried out: it must not hold the timeline back. One
         // that computes nothing is no part of the timeline.
@@ -251,13 +253,13 @@ impl Actor {
         // `free_at` is later where the gate held the pass.
         self.free_at = self.free_at.max(timeline);
         self.boundary = Boundary::PassEnd;
-        let effects = self.scheduler.finish_pass(pass, ends_at);
+        let effects = self.scheduler.finish_pass_boxed(pass, ends_at);
         self.show(effects);
     }
 
     /// Hands the batch to the dispatcher; nothing is planned before its verdict.
     fn send_batch(&mut self) {
-        let batch = std::mem::take(&mut self.batch);
+        let batch = std::mem::replace(&mut self.batch, self.spare_batch.take().unwrap_or_default());
         self.phase = Phase::Dispatching;
         // An error: the dispatcher has ended, and so the engine stops.
         drop(self.batches.send(batch));
@@ -275,13 +277,9 @@ impl Actor {
             }
         }
         if let Some(effects) = verdict.effects.take() {
-            self.scheduler.recycle(effects);
+            self.scheduler.recycle_boxed(effects);
         }
-        // The emptied batch has buffers; the one that was begun since may hold something.
-        verdict.changes.append(&mut self.batch.changes);
-        verdict.answers.append(&mut self.batch.answers);
-        verdict.done.append(&mut self.batch.done);
-        self.batch = verdict;
+        self.spare_batch = Some(verdict);
         self.phase = Phase::Idle;
     }
 
@@ -335,7 +333,7 @@ impl Actor {
     }
 
     /// Has effects shown, and with them answered the cancels of the sequences that they end.
-    fn show(&mut self, effects: Effects) {
+    fn show(&mut self, effects: Box<Effects>) {
         self.note_facts(&effects);
         if !self.ending.is_empty() {
             for output in effects.outputs.iter().filter(|output| output.finish.is_some()) {
@@ -411,7 +409,7 @@ impl Actor {
 
     /// Shows what commands did that no pass will show. That is a boundary: no pass begins before it.
     fn settle(&mut self, at: EngineTime) {
-        if let Some(effects) = self.scheduler.settle(at) {
+        if let Some(effects) = self.scheduler.settle_boxed(at) {
             self.free_at = self.free_at.max(at);
             self.show(effects);
         }
@@ -443,7 +441,7 @@ impl Actor {
     }
 
     fn begin_pass(&mut self, at: EngineTime) -> bool {
-        let Some(pass) = self.scheduler.begin_pass(at) else { return false };
+        let Some(pass) = self.scheduler.begin_pass_boxed(at) else { return false };
         if !pass.preempted().is_empty() {
             tracing::debug!(preempted = pass.preempted().len(), at = %at, "out of KV blocks");
         }

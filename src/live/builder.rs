@@ -217,10 +217,12 @@ impl LiveEngineBuilder {
             shows_admissions: self.admissions.is_some(),
             max_model_len: self.config.max_model_len,
             phase: Phase::Idle,
+            timer_set_for: None,
             boundary: Boundary::Event,
             no_output: Vec::new(),
             ending: Vec::new(),
             batch: Box::default(),
+            spare_batch: None,
         }
     }
 

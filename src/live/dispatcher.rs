@@ -27,6 +27,9 @@ use crate::time::EngineTime;
 /// Name of the task in failures.
 pub(super) const TASK: &str = "event dispatcher";
 
+/// Outputs whose streams are asked for together.
+const TOGETHER: usize = 16;
+
 /// Where callers have things delivered.
 pub(super) struct Outlets {
     pub(super) admissions: Option<mpsc::UnboundedSender<Admission>>,
@@ -99,9 +102,15 @@ impl Dispatcher {
         let Batch { effects: Some(effects), overflowed, filled, .. } = batch else { return false };
         self.publish(effects);
         let mut verdict = Verdict { overflowed, filled };
-        for output in effects.outputs.drain(..) {
-            self.output(output, effects.at, observed_at, &mut verdict);
+        for outputs in effects.outputs.chunks(TOGETHER) {
+            for output in outputs {
+                std::hint::black_box(self.table.get(output.sequence).is_some_and(|route| route.touch()));
+            }
+            for &output in outputs {
+                self.output(output, effects.at, observed_at, &mut verdict);
+            }
         }
+        effects.outputs.clear();
         for fact in effects.facts.drain(..) {
             self.dropped_facts += u64::from(!self.handoffs.tell(&fact));
         }

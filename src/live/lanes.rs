@@ -215,7 +215,7 @@ pub(super) struct Batch {
     /// When it began.
     pub(super) admitted_at: EngineTime,
     /// What became visible at a boundary.
-    pub(super) effects: Option<Effects>,
+    pub(super) effects: Option<Box<Effects>>,
     /// Answers to commands, due when it is visible.
     pub(super) answers: Vec<(oneshot::Sender<bool>, bool)>,
     /// Handoff commands that are done, likewise.

@@ -1,0 +1,132 @@
+//! What a request costs in memory: every allocation is counted.
+#![cfg(feature = "live")]
+#![expect(unsafe_code, reason = "a global allocator cannot be written without")]
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
+
+use standin::timing::TimingConfig;
+use standin::{
+    EngineConfig, EngineKind, LiveEngine, LiveRequest, OutputBuffering, Request, SchedulingState, Speedup,
+    SubmitOptions, VllmConfig,
+};
+
+/// The system's allocator, with a tally.
+struct Counting;
+
+static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
+static LIVE_BYTES: AtomicI64 = AtomicI64::new(0);
+
+fn tally(allocations: u64, bytes: i64) {
+    ALLOCATIONS.fetch_add(allocations, Ordering::Relaxed);
+    LIVE_BYTES.fetch_add(bytes, Ordering::Relaxed);
+}
+
+// SAFETY: all is passed on to the system's allocator as it is.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        tally(1, layout.size() as i64);
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        tally(0, -(layout.size() as i64));
+        unsafe { System.dealloc(pointer, layout) }
+    }
+
+    unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
+        tally(1, new_size as i64 - layout.size() as i64);
+        unsafe { System.realloc(pointer, layout, new_size) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// Allocations so far, and bytes in use.
+fn counted() -> (u64, i64) {
+    (ALLOCATIONS.load(Ordering::Relaxed), LIVE_BYTES.load(Ordering::Relaxed))
+}
+
+const REQUESTS: usize = 1_000;
+const PROMPT: usize = 64;
+/// So many that every sequence's list of blocks has grown to 32 places, which hold 512 tokens.
+const WARM_UP: usize = 260;
+const MEASURED: usize = 150;
+
+fn engine() -> LiveEngine {
+    let vllm = VllmConfig::default().with_num_gpu_blocks(40_000).with_max_num_batched_tokens(65_536);
+    let config = EngineConfig::new(EngineKind::Vllm(vllm)).with_timing(TimingConfig::ConstantMs(10.0));
+    LiveEngine::start(config.with_speedup(Speedup::Instant)).expect("the configuration is valid")
+}
+
+/// Keeps pace: Tokio would have one task that reads so many streams pause after 128 signals.
+async fn read(requests: &mut [LiveRequest], tokens: usize) {
+    tokio::task::unconstrained(async {
+        for _ in 0..tokens {
+            for request in &mut *requests {
+                let signal = request.recv().await.expect("a token");
+                assert!(signal.token_id.is_some() && signal.finish.is_none());
+            }
+        }
+    })
+    .await;
+}
+
+/// Per request: allocations and bytes.
+#[derive(Debug)]
+struct Cost {
+    allocations: f64,
+    bytes: f64,
+}
+
+impl Cost {
+    fn since((allocations, bytes): (u64, i64)) -> Self {
+        let (allocations_now, bytes_now) = counted();
+        Self {
+            allocations: (allocations_now - allocations) as f64 / REQUESTS as f64,
+            bytes: (bytes_now - bytes) as f64 / REQUESTS as f64,
+        }
+    }
+
+    fn is_at_most(&self, allocations: f64, bytes: f64) -> bool {
+        self.allocations <= allocations && self.bytes <= bytes
+    }
+}
+
+/// One test, for the tally is one for all threads. The caller's own data are the prompts and the streams'
+/// handles; what the engine keeps in common (pages, queues, the pool) counts as the requests'.
+#[tokio::test(start_paused = true)]
+async fn a_request_costs_at_most_4_kb_and_8_allocations_and_a_token_none() {
+    let engine = engine();
+    let prompt = |n: u32| (0..PROMPT as u32).map(|i| n * 100 + i).collect();
+    let prompts: Vec<Arc<[u32]>> = (0..REQUESTS as u32).map(prompt).collect();
+    let options = SubmitOptions::default().with_buffering(OutputBuffering::FullResponse);
+    let mut requests = Vec::with_capacity(REQUESTS);
+    let mut left_behind = Vec::new();
+    for round in 0..5 {
+        engine.set_scheduling(SchedulingState::Stopped).await.expect("it runs");
+        let start = counted();
+        for prompt in &prompts {
+            let request = Request::new(Arc::clone(prompt), 448);
+            requests.push(engine.submit_with(request, options).await.expect("a valid request"));
+        }
+        let queued = Cost::since(start);
+        assert!(queued.is_at_most(4.0, 1_024.0), "round {round}, queued: {queued:?}");
+        engine.set_scheduling(SchedulingState::Running).await.expect("it runs");
+        read(&mut requests, WARM_UP).await;
+        let decoding = Cost::since(start);
+        assert!(decoding.is_at_most(8.0, 4_096.0), "round {round}, with {WARM_UP} tokens: {decoding:?}");
+        let warm = counted();
+        read(&mut requests, MEASURED).await;
+        assert_eq!(counted().0 - warm.0, 0, "round {round}: allocations of {MEASURED} tokens each");
+        requests.clear();
+        while engine.active_request_count() > 0 {
+            tokio::task::yield_now().await;
+        }
+        left_behind.push(counted().1);
+    }
+    assert!(left_behind[4] - left_behind[3] < 1_024, "once all of the pool was used, memory is flat: {left_behind:?}");
+    engine.shutdown().await.expect("a clean end");
+}
