@@ -46,6 +46,10 @@ mod output;
 pub mod replay;
 mod request;
 pub mod scheduler;
+#[cfg(standin_seeded_bugs)]
+pub mod seeded_bug;
+#[cfg(not(standin_seeded_bugs))]
+mod seeded_bug;
 mod time;
 pub mod timing;
 

@@ -5,6 +5,7 @@ use crate::kv::KvCache;
 use crate::scheduler::pass::{Pass, PassRow, RowKind};
 use crate::scheduler::sequence::Sequence;
 use crate::scheduler::sequences::Handle;
+use crate::seeded_bug::seeded_bug;
 
 use super::VllmCore;
 
@@ -141,6 +142,7 @@ impl VllmCore {
         let running = self.running.swept();
         let last = running.len() - 1;
         match self.options.policy {
+            VllmPolicy::Fcfs if seeded_bug!(PreemptsTheOldest) => 0,
             VllmPolicy::Fcfs => last,
             VllmPolicy::Priority => {
                 let rank = |index: usize| {

@@ -8,7 +8,7 @@ use standin::{
     EngineTime, FinishReason, SchedulingState, SequenceId, SequenceStatus, TieVictim, VllmConfig, VllmPolicy,
 };
 
-use crate::model_blocks::{Blocks, Identity};
+use super::model_blocks::{Blocks, Identity};
 
 /// What the rules need to know of a request.
 #[derive(Debug)]

@@ -1,12 +1,9 @@
-//! Properties of the pure core under random workloads on random small engines (engine-semantics §7.1).
+//! The pure core under random workloads on random small engines (engine-semantics §7.1).
 //!
 //! After every operation: blocks are conserved and owned as often as they are counted, every request is in one
 //! place or has ended once, budget and slots keep their limits, nobody is left out who could run, KV events tell
 //! the cache exactly, counters add up, and everything that can be seen, block ids included, is what an
 //! independent model of the rules predicts. At the end everything ends, and all blocks are free.
-//!
-//! `PROPTEST_CASES` sets the number of cases (256 if it is not set). A failure prints the smallest workload that
-//! was found for it, and is tried first from then on (`regressions.txt`).
 
 mod event_replay;
 mod invariants;
@@ -18,11 +15,13 @@ mod world;
 
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
-use proptest::test_runner::{FileFailurePersistence, RngAlgorithm, TestRng, TestRunner};
 use standin::EngineMetrics;
 
+use crate::seeds::{self, Row};
 use workload::{Workload, workload};
 use world::World;
+
+pub(crate) const ROW: Row = Row { test: "scheduler_vllm", variable: "STANDIN_SCHEDULER_SEEDS", seeds: 250 };
 
 /// Runs a workload; gives back what the engine counted.
 fn run(workload: &Workload) -> EngineMetrics {
@@ -41,28 +40,22 @@ fn run(workload: &Workload) -> EngineMetrics {
     *world.last_shown()
 }
 
-proptest! {
-    #![proptest_config(ProptestConfig {
-        // Each choice between strategies seeds a generator; the default one would take half of the time.
-        rng_algorithm: RngAlgorithm::XorShift,
-        failure_persistence: Some(Box::new(FileFailurePersistence::Direct("tests/core_properties/regressions.txt"))),
-        ..ProptestConfig::default()
-    })]
+/// One seed's run.
+pub(crate) fn check(seed: u64) -> Result<(), String> {
+    seeds::check(ROW, &workload(), seed, |workload| _ = run(&workload))
+}
 
-    #[test]
-    fn the_core_keeps_its_promises(workload in workload()) {
-        run(&workload);
-    }
+#[test]
+fn scheduler_vllm() {
+    seeds::run(ROW, check);
 }
 
 /// Properties hold easily where nothing happens: the workloads must meet what they are about.
 #[test]
 fn the_workloads_meet_every_end_preemptions_and_hits() {
-    let rng = TestRng::deterministic_rng(RngAlgorithm::XorShift);
-    let mut runner = TestRunner::new_with_rng(ProptestConfig::default(), rng);
     let mut met = [0; 7];
-    for _ in 0..300 {
-        let metrics = run(&workload().new_tree(&mut runner).expect("a workload").current());
+    for seed in 0..300 {
+        let metrics = run(&workload().new_tree(&mut seeds::runner(seed)).expect("a workload").current());
         let (finished, cache) = (metrics.finished, metrics.prefix_cache);
         let happened =
             [finished.stop, finished.length, finished.aborted, finished.out_of_memory, metrics.num_preemptions];

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use standin::{EngineKind, EngineMetrics, Pass, SchedulingState, SequenceStatus, VllmConfig};
 
-use crate::world::World;
+use super::world::World;
 
 pub(crate) fn check(world: &mut World) {
     check_blocks(world);

@@ -14,11 +14,11 @@ use standin::{
     VllmPolicy,
 };
 
-use crate::event_replay::EventReplay;
-use crate::invariants;
-use crate::ledger::{self, Ledger};
-use crate::model::{Entry, Model, Planned};
-use crate::workload::{Operation, PASS_NANOS, RequestShape, Workload};
+use super::event_replay::EventReplay;
+use super::invariants;
+use super::ledger::{self, Ledger};
+use super::model::{Entry, Model, Planned};
+use super::workload::{Operation, PASS_NANOS, RequestShape, Workload};
 
 /// A prompt that is made when asked for.
 #[derive(Debug)]

@@ -13,7 +13,7 @@ use standin::{
     TieVictim, VllmConfig, VllmPolicy,
 };
 
-use crate::model_blocks::Identity;
+use super::model_blocks::Identity;
 
 /// So few tokens that stop tokens are met, prefixes agree by chance, and a request can forbid them all.
 const VOCABULARY: u32 = 4;
