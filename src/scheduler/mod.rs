@@ -22,6 +22,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod book;
 mod command;
 mod handoff;
 mod holds;
@@ -49,6 +50,8 @@ use crate::kv_event::KvEvent;
 use crate::request::SequenceId;
 use crate::time::EngineTime;
 use crate::timing::PassTiming;
+
+use handoff::HandoffTable;
 
 /// One scheduler rank: queues, KV blocks and the plan of the next pass.
 #[derive(Debug)]
@@ -228,8 +231,8 @@ impl Scheduler {
     #[must_use]
     pub fn next_deadline(&self) -> Option<EngineTime> {
         match &self.core {
-            Core::Vllm(core) => core.next_deadline(),
-            Core::Sglang(core) => core.next_deadline(),
+            Core::Vllm(core) => core.book().next_deadline(),
+            Core::Sglang(core) => core.book().next_deadline(),
         }
     }
 
@@ -261,8 +264,8 @@ impl<'a> View<'a> {
     /// The running sequences, in the scheduler's order.
     pub fn running(&self) -> impl Iterator<Item = SequenceView<'a>> + 'a {
         match self.core {
-            Core::Vllm(core) => Box::new(core.running()) as Box<dyn Iterator<Item = _> + 'a>,
-            Core::Sglang(core) => Box::new(core.running()),
+            Core::Vllm(core) => core.book().look(core.running()),
+            Core::Sglang(core) => core.book().look(core.running()),
         }
     }
 
@@ -270,8 +273,8 @@ impl<'a> View<'a> {
     /// ([`View::loading`]).
     pub fn waiting(&self) -> impl Iterator<Item = SequenceView<'a>> + 'a {
         match self.core {
-            Core::Vllm(core) => Box::new(core.waiting()) as Box<dyn Iterator<Item = _> + 'a>,
-            Core::Sglang(core) => Box::new(core.waiting()),
+            Core::Vllm(core) => core.book().look(core.book().queue.iter()),
+            Core::Sglang(core) => core.book().look(core.book().queue.iter()),
         }
     }
 
@@ -279,29 +282,25 @@ impl<'a> View<'a> {
     /// the waiting queue, in this order.
     pub fn loading(&self) -> impl Iterator<Item = SequenceView<'a>> + 'a {
         match self.core {
-            Core::Vllm(core) => Some(core.loading()),
-            Core::Sglang(_) => None,
+            Core::Vllm(core) => core.book().look(core.book().loads.iter()),
+            Core::Sglang(core) => core.book().look(core.book().loads.iter()),
         }
-        .into_iter()
-        .flatten()
     }
 
     /// Those that have ended while their blocks stay for a transfer, by their ids.
     pub fn held(&self) -> impl Iterator<Item = SequenceView<'a>> + 'a {
         match self.core {
-            Core::Vllm(core) => Some(core.held()),
-            Core::Sglang(_) => None,
+            Core::Vllm(core) => core.book().look(core.book().holds.iter()),
+            Core::Sglang(core) => core.book().look(core.book().holds.iter()),
         }
-        .into_iter()
-        .flatten()
     }
 
     /// One sequence; `None` if it is not known (any more).
     #[must_use]
     pub fn sequence(&self, sequence: SequenceId) -> Option<SequenceView<'a>> {
         match self.core {
-            Core::Vllm(core) => core.sequence(sequence),
-            Core::Sglang(core) => core.sequence(sequence),
+            Core::Vllm(core) => core.book().sequence(sequence),
+            Core::Sglang(core) => core.book().sequence(sequence),
         }
     }
 
@@ -327,19 +326,20 @@ impl<'a> View<'a> {
     /// over or has none yet.
     #[must_use]
     pub fn handoff(&self, id: HandoffId) -> Option<(HandoffKey, SequenceId, HandoffSide)> {
-        let registration = match self.core {
-            Core::Vllm(core) => core.handoffs().get(id)?,
-            Core::Sglang(_) => return None,
-        };
+        let registration = self.handoffs().get(id)?;
         Some((registration.key, registration.handle.sequence, registration.side))
     }
 
     /// How many handoffs have a request.
     #[must_use]
     pub fn num_handoffs(&self) -> usize {
+        self.handoffs().len()
+    }
+
+    fn handoffs(&self) -> &'a HandoffTable {
         match self.core {
-            Core::Vllm(core) => core.handoffs().len(),
-            Core::Sglang(_) => 0,
+            Core::Vllm(core) => &core.book().handoffs,
+            Core::Sglang(core) => &core.book().handoffs,
         }
     }
 

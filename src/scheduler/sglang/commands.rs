@@ -21,7 +21,10 @@ impl SglangCore {
                 self.set_scheduling(state);
                 Ok(Applied::SchedulingSet)
             }
-            Command::Throttle { sequence, throttled } => self.book.throttle(sequence, throttled),
+            Command::Throttle { sequence, throttled } => {
+                self.book.throttle(sequence, throttled)?;
+                Ok(Applied::ThrottleSet)
+            }
             Command::SubmitPrefill { .. }
             | Command::ReserveDestination { .. }
             | Command::ActivateDestination { .. }
@@ -44,7 +47,8 @@ impl SglangCore {
             request.stop_token_ids.clear();
         }
         let limit = self.output_limit(request);
-        let handle = self.book.submit(submission, now)?;
+        self.book.check(&submission)?;
+        let handle = self.book.enter(submission, now);
         self.book.sequences[handle].output_limit = limit;
         Ok(Applied::Submitted)
     }
@@ -54,7 +58,7 @@ impl SglangCore {
         if state == SchedulingState::Stopped {
             // The pass that the cancelled ones should still have taken part in will not come.
             let sequences = &self.book.sequences;
-            let running = self.running.iter(sequences).chain(self.chunked);
+            let running = self.book.running.iter(sequences).chain(self.chunked);
             let cancelled: Vec<Handle> = running.filter(|&handle| sequences[handle].cancelled).collect();
             for handle in cancelled {
                 self.leave_batch(handle);
@@ -80,15 +84,15 @@ impl SglangCore {
     fn flush(&mut self, reset_running_requests: bool) -> Applied {
         let mut preempted = Vec::new();
         if reset_running_requests {
-            self.running.sweep(&self.book.sequences);
-            while let Some(handle) = self.chunked.take().or_else(|| self.running.pop()) {
+            self.book.running.sweep(&self.book.sequences);
+            while let Some(handle) = self.chunked.take().or_else(|| self.book.running.pop()) {
                 if self.retract(handle) {
                     self.enter_queue(handle);
                     preempted.push(handle.sequence);
                 }
             }
         }
-        let reset = self.running.len() == 0
+        let reset = self.book.running.len() == 0
             && self.chunked.is_none()
             && (reset_running_requests || self.book.queue.num_waiting() == 0);
         if reset {
@@ -113,8 +117,7 @@ impl SglangCore {
             }
             Life::Running => self.leave_batch(handle),
         }
-        self.book.remove(handle);
-        self.book.metrics.finished.aborted += 1;
+        self.book.remove(handle, FinishReason::Cancelled);
         Cancelled::Removed
     }
 
@@ -165,18 +168,14 @@ impl SglangCore {
         if self.chunked == Some(handle) {
             self.chunked = None;
         } else {
-            self.running.one_is_gone();
+            self.book.running.one_is_gone();
         }
     }
 
     /// Ends a sequence that is in neither queue nor batch any more, for a reason that the next effects show.
     pub(super) fn end(&mut self, handle: Handle, finish: FinishReason) {
         self.kv.release(&mut self.book.sequences[handle].blocks);
-        let finished = &mut self.book.metrics.finished;
-        match finish {
-            FinishReason::OutOfMemory => finished.out_of_memory += 1,
-            _ => finished.aborted += 1,
-        }
-        self.book.end(handle, finish);
+        self.book.remove(handle, finish);
+        self.book.show_end(handle.sequence, finish);
     }
 }

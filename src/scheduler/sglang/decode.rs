@@ -9,11 +9,11 @@ use super::budget::RETRACT_DECODE_STEPS;
 
 impl SglangCore {
     pub(super) fn plan_decode(&mut self, pass: &mut Pass) {
-        if self.running.len() == 0 {
+        if self.book.running.len() == 0 {
             self.batch_is_full = false;
             return;
         }
-        if !self.running.swept().iter().any(|&handle| self.decodes(handle)) {
+        if !self.book.running.swept().iter().any(|&handle| self.decodes(handle)) {
             return;
         }
         if self.decode_fits() {
@@ -32,7 +32,7 @@ impl SglangCore {
 
     /// Whether the pool has the pages for one more token of everybody; evicts what it takes.
     pub(super) fn decode_fits(&mut self) -> bool {
-        let missing = self.running.swept().iter().map(|&handle| self.pages_to_decode(handle)).sum();
+        let missing = self.book.running.swept().iter().map(|&handle| self.pages_to_decode(handle)).sum();
         self.kv.make_room(missing)
     }
 
@@ -45,9 +45,9 @@ impl SglangCore {
     /// Gives everybody the page for the next token, which must be there, and a row.
     pub(super) fn push_decode_rows(&mut self, pass: &mut Pass) {
         // The paged allocator makes room for a page of everybody, needed or not.
-        let rows = self.running.swept().iter().filter(|&&handle| self.decodes(handle)).count() as u64;
+        let rows = self.book.running.swept().iter().filter(|&&handle| self.decodes(handle)).count() as u64;
         self.kv.make_room_for_tokens(rows * u64::from(self.kv.page_size()));
-        for &handle in self.running.swept() {
+        for &handle in self.book.running.swept() {
             let sequence = &mut self.book.sequences[handle];
             if sequence.throttled {
                 continue;
@@ -73,7 +73,7 @@ impl SglangCore {
     /// Retracts until the others fit: those with the fewest outputs first, among equals the longest prompt,
     /// then the one admitted last. One that can decode stays; if not even that one fits, it ends.
     fn make_decode_fit(&mut self, pass: &mut Pass) {
-        let mut kept = self.running.swept().to_vec();
+        let mut kept = self.book.running.swept().to_vec();
         kept.sort_by_key(|&handle| {
             let sequence = &self.book.sequences[handle];
             std::cmp::Reverse((sequence.num_output, std::cmp::Reverse(sequence.num_prompt)))
@@ -81,7 +81,7 @@ impl SglangCore {
         let (mut fits, mut retracted) = (false, Vec::new());
         while let Some(index) = (!fits).then(|| self.next_victim(&kept)).flatten() {
             let victim = kept.remove(index);
-            self.running.remove_handle(victim);
+            self.book.running.remove_handle(victim);
             if self.retract(victim) {
                 retracted.push(victim);
             }
@@ -94,7 +94,7 @@ impl SglangCore {
         }
         if !fits {
             for handle in kept.drain(..) {
-                self.running.remove_handle(handle);
+                self.book.running.remove_handle(handle);
                 self.end(handle, FinishReason::OutOfMemory);
             }
         }

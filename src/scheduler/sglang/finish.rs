@@ -29,9 +29,8 @@ impl SglangCore {
         }
         // What arrived during the pass is in the queue when its length is shown.
         self.release_arrivals(now, false);
-        self.kv.take_events(&mut effects.kv_events);
-        let usage = self.usage();
-        self.book.close_pass(pass, &mut effects, usage, now);
+        self.book.close_pass(pass, &mut effects, now);
+        self.show(&mut effects, now);
         effects
     }
 
@@ -52,15 +51,9 @@ impl SglangCore {
         self.book.metrics.generation_tokens += 1;
         outputs.push(Output { sequence: handle.sequence, token: Some(token), finish, prefill });
         let Some(finish) = finish else { return Some(handle) };
-        let finished = &mut self.book.metrics.finished;
-        match finish {
-            FinishReason::Cancelled => finished.aborted += 1,
-            FinishReason::Length => finished.length += 1,
-            _ => finished.stop += 1,
-        }
         self.store(handle);
         self.leave_batch(handle);
-        self.book.remove(handle);
+        self.book.remove(handle, finish);
         None
     }
 

@@ -10,7 +10,6 @@
 //! First come, first served costs nothing per waiting request. The other policies sort the queue at every
 //! attempt to admit, as the real ones do.
 
-mod book;
 mod budget;
 mod commands;
 mod decode;
@@ -30,30 +29,28 @@ mod properties_test;
 mod test_kit;
 
 use crate::config::{EngineConfig, SchedulingState, SglangConfig};
-use crate::kv::{KvPool, RadixCache};
+use crate::kv::{KvPool, RadixCache, SequencePages};
 use crate::kv_event::KvEvent;
 use crate::output::FinishReason;
-use crate::request::SequenceId;
 use crate::time::EngineTime;
 use crate::timing::PassTiming;
 
+use super::book::{Book, Usage};
 use super::pass::{Effects, Pass};
-use super::running::RunningList;
 use super::sequences::Handle;
-use super::view::{SequenceView, TokenPoolView};
+use super::view::TokenPoolView;
 
-use book::{Book, Usage};
 use budget::NewTokenRatio;
 use policy::QueueOrder;
 
 /// The core of one engine.
 #[derive(Debug)]
 pub(crate) struct SglangCore {
-    book: Book,
+    /// Those of it that run are those whose prompt is computed, and those that a prefill pass in flight computes
+    /// to the end.
+    book: Book<SequencePages>,
     options: SglangConfig,
     kv: RadixCache,
-    /// Those whose prompt is computed, and those that a prefill pass in flight computes to the end.
-    running: RunningList,
     /// The one whose prompt is computed in part.
     chunked: Option<Handle>,
     /// Its last chunk is not in the tree yet.
@@ -74,7 +71,6 @@ impl SglangCore {
         Self {
             book: Book::new(engine),
             kv: RadixCache::new(options),
-            running: RunningList::default(),
             chunked: None,
             chunk_unstored: false,
             batch_is_full: false,
@@ -86,6 +82,10 @@ impl SglangCore {
         }
     }
 
+    pub(crate) fn book(&self) -> &Book<SequencePages> {
+        &self.book
+    }
+
     pub(crate) fn set_timing(&mut self, timing: Box<dyn PassTiming>) {
         self.book.timing = timing;
     }
@@ -95,7 +95,8 @@ impl SglangCore {
     }
 
     pub(crate) fn begin_pass(&mut self, now: EngineTime) -> Option<Box<Pass>> {
-        let mut pass = self.book.open_pass(now)?;
+        let mut pass = self.book.open_pass()?;
+        self.book.hear(now);
         self.note_idle_gap();
         self.release_arrivals(now, self.book.sees_ties(now));
         self.plan(&mut pass);
@@ -127,10 +128,10 @@ impl SglangCore {
                 self.store(handle);
             }
         }
-        if std::mem::take(&mut self.reopens) || self.running.has_gone() {
+        if std::mem::take(&mut self.reopens) || self.book.running.has_gone() {
             self.batch_is_full = false;
         }
-        self.running.sweep(&self.book.sequences);
+        self.book.running.sweep(&self.book.sequences);
     }
 
     /// Ends a turn of the engine loop that had no batch. If nobody waits or runs, the real engine forgets what
@@ -150,52 +151,41 @@ impl SglangCore {
 
     /// Whether nobody waits or runs.
     fn is_idle(&self) -> bool {
-        self.running.len() == 0 && self.chunked.is_none() && self.book.queue.num_waiting() == 0
+        self.book.running.len() == 0 && self.chunked.is_none() && self.book.queue.num_waiting() == 0
     }
 
     pub(crate) fn settle(&mut self, now: EngineTime) -> Option<Box<Effects>> {
         self.note_idle_turn();
-        let mut effects = self.book.open_settlement(now, !self.kv.events().is_empty())?;
-        self.kv.take_events(&mut effects.kv_events);
-        let usage = self.usage();
-        self.book.show(&mut effects, usage, now);
+        self.book.hear(now);
+        let mut effects = self.book.open_settlement(!self.kv.events().is_empty())?;
+        self.show(&mut effects, now);
         Some(effects)
     }
 
-    fn usage(&self) -> Usage {
+    /// Completes effects: the events so far and the state at this boundary.
+    fn show(&mut self, effects: &mut Effects, now: EngineTime) {
+        self.kv.take_events(&mut effects.kv_events);
         let usable = u64::from(self.kv.num_usable());
-        Usage {
-            num_running: self.running.len() as u64 + u64::from(self.chunked.is_some()),
+        let usage = Usage {
+            num_running: self.book.running.len() as u64 + u64::from(self.chunked.is_some()),
             usable,
             used: usable - u64::from(self.kv.num_free()),
             cached: self.kv.num_stored_pages(),
-        }
+        };
+        self.book.show(effects, usage, now);
     }
 
     pub(crate) fn recycle(&mut self, effects: Box<Effects>) {
         self.book.recycle(effects);
     }
 
-    pub(crate) fn next_deadline(&self) -> Option<EngineTime> {
-        self.book.arrivals.next()
-    }
-
     pub(crate) fn has_work(&self) -> bool {
-        self.book.has_work(self.running().any(|sequence| !sequence.throttled))
+        self.book.has_work(self.running().any(|handle| !self.book.sequences[handle].throttled))
     }
 
     /// The running sequences in batch order, then the one whose prompt is computed in part.
-    pub(crate) fn running(&self) -> impl Iterator<Item = SequenceView<'_>> + '_ {
-        let sequences = &self.book.sequences;
-        self.running.iter(sequences).chain(self.chunked).map(|handle| sequences[handle].view())
-    }
-
-    pub(crate) fn waiting(&self) -> impl Iterator<Item = SequenceView<'_>> + '_ {
-        self.book.queue.iter().map(|handle| self.book.sequences[handle].view())
-    }
-
-    pub(crate) fn sequence(&self, sequence: SequenceId) -> Option<SequenceView<'_>> {
-        self.book.sequences.find(sequence).map(|handle| self.book.sequences[handle].view())
+    pub(crate) fn running(&self) -> impl Iterator<Item = Handle> + '_ {
+        self.book.running.iter(&self.book.sequences).chain(self.chunked)
     }
 
     pub(crate) fn pool(&self) -> &RadixCache {

@@ -3,8 +3,7 @@
 use crate::config::SchedulingState;
 use crate::kv::Match;
 use crate::output::FinishReason;
-use crate::scheduler::pass::{Admitted, Pass, PassRow, RowKind};
-use crate::scheduler::sequence::Life;
+use crate::scheduler::pass::{Pass, PassRow, RowKind};
 use crate::scheduler::sequences::Handle;
 
 use super::SglangCore;
@@ -50,7 +49,7 @@ impl SglangCore {
     pub(super) fn plan_prefill(&mut self, pass: &mut Pass) {
         let admits = self.book.state == SchedulingState::Running;
         let preempts = self.options.enable_priority_scheduling;
-        if preempts || self.running.len() == 0 {
+        if preempts || self.book.running.len() == 0 {
             self.batch_is_full = false;
         }
         if self.chunked.is_none() {
@@ -81,13 +80,13 @@ impl SglangCore {
 
     /// Running sequences that still fit.
     fn num_slots(&self) -> usize {
-        (self.options.max_running_requests as usize).saturating_sub(self.running.len())
+        (self.options.max_running_requests as usize).saturating_sub(self.book.running.len())
     }
 
     fn budget(&self) -> Budget {
-        let offset = self.running.swept().iter().map(|&handle| self.expected_output(handle)).sum();
+        let offset = self.book.running.swept().iter().map(|&handle| self.expected_output(handle)).sum();
         // At most `max_running_requests`, a u32.
-        let mixed = if self.mixes() { self.running.len() as u32 } else { 0 };
+        let mixed = if self.mixes() { self.book.running.len() as u32 } else { 0 };
         Budget::new(&self.options, mixed, offset)
     }
 
@@ -112,7 +111,7 @@ impl SglangCore {
             + self.kv.evictable_tokens()
             + u64::from(pages_before) * u64::from(self.kv.page_size())
             - u64::from(sequence.num_computed);
-        if in_pool == 0 && self.running.len() == 0 {
+        if in_pool == 0 && self.book.running.len() == 0 {
             self.chunked = None;
             return self.end(handle, FinishReason::OutOfMemory);
         }
@@ -148,7 +147,7 @@ impl SglangCore {
                 break;
             }
             let verdict = self.try_admit(handle, batch);
-            let nobody_else = batch.grants.is_empty() && self.running.len() == 0;
+            let nobody_else = batch.grants.is_empty() && self.book.running.len() == 0;
             if verdict == Verdict::NoToken
                 && nobody_else
                 && self.chunked.is_none()
@@ -274,7 +273,7 @@ impl SglangCore {
         match &mut batch.outlooks {
             None => {
                 let admitted: Vec<Handle> = batch.grants.iter().map(|grant| grant.handle).collect();
-                let everybody = [handle].into_iter().chain(self.running.swept().iter().copied()).chain(admitted);
+                let everybody = [handle].into_iter().chain(self.book.running.swept().iter().copied()).chain(admitted);
                 let mut outlooks: Vec<_> = everybody.filter_map(|handle| outlook(&handle)).collect();
                 outlooks.sort_by(|a, b| a.0.total_cmp(&b.0));
                 batch.outlooks = Some(outlooks);
@@ -295,18 +294,14 @@ impl SglangCore {
         self.book.leave_queue(handle);
         let sequence = &mut self.book.sequences[handle];
         self.kv.adopt(&mut sequence.blocks, found);
-        sequence.life = Life::Running;
-        sequence.num_computed = found.tokens;
-        let is_resumed = sequence.was_preempted();
-        if self.kv.prefix_caching() && sequence.reads_prefix_cache {
-            let (queries, hits) = (u64::from(sequence.num_tokens()), u64::from(found.tokens));
-            batch.pass.prefix_cache.count(is_resumed, queries, hits);
-        }
+        let (is_resumed, reads_cache) = (sequence.was_preempted(), sequence.reads_prefix_cache);
         if !is_resumed {
             sequence.num_cached = found.tokens;
-            self.book.metrics.prompt_tokens += u64::from(sequence.num_prompt);
-            batch.pass.admitted.push(Admitted { sequence: handle.sequence, cached_tokens: found.tokens });
         }
+        if self.kv.prefix_caching() && reads_cache {
+            self.book.count_look_up(handle, found.tokens, batch.pass);
+        }
+        self.book.enter_batch(handle, found.tokens, batch.pass);
         if is_chunk {
             self.chunked = Some(handle);
         }
@@ -324,7 +319,7 @@ impl SglangCore {
         let sequence = &self.book.sequences[candidate];
         let (importance, threshold) =
             (self.importance(sequence.priority), i64::from(self.options.priority_scheduling_preemption_threshold));
-        let mut victims: Vec<Handle> = self.running.swept().to_vec();
+        let mut victims: Vec<Handle> = self.book.running.swept().to_vec();
         victims.sort_by_key(|&handle| std::cmp::Reverse(self.priority_key(handle)));
         let mut missing = f64::from(sequence.short_of) + f64::from(clipped(sequence.output_limit))
             - batch.budget.remaining_total(&self.kv);
@@ -345,12 +340,12 @@ impl SglangCore {
         victims.truncate(count);
         for &handle in &victims {
             batch.budget.give_back(self.expected_output(handle));
-            self.running.remove_handle(handle);
+            self.book.running.remove_handle(handle);
             if self.retract(handle) {
                 batch.pass.preempted.push(handle.sequence);
                 batch.preempted.push(handle);
             }
-            self.make_room_for(self.running.len());
+            self.make_room_for(self.book.running.len());
         }
         true
     }
@@ -363,7 +358,7 @@ impl SglangCore {
         // The paged allocator makes room for one more page per sequence than it may need.
         let slack = if page_size > 1 { grants.len() as u64 * u64::from(page_size) } else { 0 };
         self.kv.make_room_for_tokens(tokens + slack);
-        let was_empty = self.running.len() == 0;
+        let was_empty = self.book.running.len() == 0;
         for grant in &grants {
             self.push_row(*grant, pass);
         }
@@ -373,9 +368,9 @@ impl SglangCore {
         let decodes = self.mixes() && !was_empty && self.decode_fits();
         if decodes {
             self.push_decode_rows(pass);
-            self.running.put_first(joining);
+            self.book.running.put_first(joining);
         } else {
-            joining.for_each(|handle| self.running.push(handle));
+            joining.for_each(|handle| self.book.running.push(handle));
         }
         self.chunk_unstored = grants.iter().any(|grant| split == Some(grant.handle));
         self.reopens = was_empty || decodes || self.chunk_unstored;

@@ -3,7 +3,7 @@
 use crate::config::SchedulingState;
 use crate::kv::{KvCache, Room};
 use crate::output::FinishReason;
-use crate::scheduler::pass::{Admitted, RowKind};
+use crate::scheduler::pass::RowKind;
 use crate::scheduler::remote::{Answer, ConnectorCall, LoadTiming};
 use crate::scheduler::sequence::{Life, Load, Sequence};
 use crate::scheduler::sequences::Handle;
@@ -51,7 +51,7 @@ impl VllmCore {
         let slots = self.options.max_num_seqs.min(self.options.max_num_active_seqs.unwrap_or(u32::MAX));
         let mut behind = None;
         while plan.budget > 0
-            && self.running.len() < slots as usize
+            && self.book.running.len() < slots as usize
             && let Some(handle) = self.next_to_try(behind)
         {
             match self.try_one(handle, plan) {
@@ -61,15 +61,15 @@ impl VllmCore {
             }
         }
         // A pass that lets nobody in has left nobody out.
-        if !plan.defer_prefills && self.state == SchedulingState::Running {
-            self.left_waiting = !self.queue.is_empty();
+        if !plan.defer_prefills && self.book.state == SchedulingState::Running {
+            self.left_waiting = !self.book.queue.is_empty();
         }
     }
 
     /// Who holds blocks goes first, also where nobody else is admitted.
     fn next_to_try(&self, behind: Option<QueueKey>) -> Option<Handle> {
-        self.loads.next_ready().or_else(|| match self.state {
-            SchedulingState::Running => self.queue.next(behind),
+        self.book.loads.next_ready().or_else(|| match self.book.state {
+            SchedulingState::Running => self.book.queue.next(behind),
             SchedulingState::NoNewAdmissions | SchedulingState::Stopped => None,
         })
     }
@@ -80,7 +80,7 @@ impl VllmCore {
             self.end_outgrown(handle);
             return Tried::Gone;
         }
-        if matches!(self.sequences[handle].life, Life::Loading { load: Load::Done, .. }) {
+        if matches!(self.book.sequences[handle].life, Life::Loading { load: Load::Done, .. }) {
             self.take_load(handle);
         }
         match self.find(handle) {
@@ -94,7 +94,7 @@ impl VllmCore {
 
     /// What need not be computed; `None`: it is not known yet.
     fn find(&mut self, handle: Handle) -> Option<Found> {
-        let sequence = &mut self.sequences[handle];
+        let sequence = &mut self.book.sequences[handle];
         if sequence.num_computed > 0 {
             let local = sequence.num_computed + self.kv.skip_look_up();
             return Some(Found { local, external: 0, source: FoundIn::Blocks });
@@ -107,7 +107,7 @@ impl VllmCore {
         };
         let answer = remote.copy.ask(local, num_tokens);
         if queued {
-            self.queue.count_wanting(wanted, remote.copy.is_wanted());
+            self.book.queue.count_wanting(wanted, remote.copy.is_wanted());
         }
         let (found, call) = match answer {
             Answer::Undecided => (None, (None, false)),
@@ -125,12 +125,13 @@ impl VllmCore {
     }
 
     fn pass_over(&mut self, handle: Handle) -> Tried {
-        match &mut self.sequences[handle].life {
+        match &mut self.book.sequences[handle].life {
             Life::Queued { key, deferred } => {
-                self.queue.count_deferred(*deferred, true);
+                self.book.queue.count_deferred(*deferred, true);
                 *deferred = true;
-                self.unshown = true;
-                Tried::PassedOver(*key)
+                let key = *key;
+                self.book.note_change();
+                Tried::PassedOver(key)
             }
             // A copy is decided before it is loaded, so this one's load cannot have been undecided.
             _ => Tried::NoRoom,
@@ -146,13 +147,13 @@ impl VllmCore {
             return Tried::NoRoom;
         }
         self.log_allocation(handle, found.external);
-        let key = match self.sequences[handle].life {
+        let key = match self.book.sequences[handle].life {
             Life::Loading { key, .. } => key,
             _ => self.load_place(handle),
         };
         self.leave_queue(handle);
         self.count_look_up(handle, found, plan);
-        self.sequences[handle].num_computed = found.tokens();
+        self.book.sequences[handle].num_computed = found.tokens();
         self.enter_load_queue(handle, key);
         self.tell_reserved(handle, found.local);
         Tried::Gone
@@ -160,7 +161,7 @@ impl VllmCore {
 
     /// Admits one if budget and blocks allow it.
     fn try_admit(&mut self, handle: Handle, found: Found, plan: &mut Plan<'_>) -> Tried {
-        let num_tokens = self.sequences[handle].num_tokens();
+        let num_tokens = self.book.sequences[handle].num_tokens();
         let present = found.tokens();
         if plan.defer_prefills && present < num_tokens - 1 {
             return Tried::NoRoom;
@@ -177,21 +178,23 @@ impl VllmCore {
         self.log_allocation(handle, found.external);
         self.leave_queue(handle);
         self.count_look_up(handle, found, plan);
-        self.enter_batch(handle, present, plan);
-        let sequence = &mut self.sequences[handle];
+        self.book.enter_batch(handle, present, plan.pass);
+        self.book.running.push(handle);
+        let sequence = &mut self.book.sequences[handle];
         let kind = if sequence.was_preempted() { RowKind::Resumed } else { RowKind::New };
         plan.grant(&mut self.kv, sequence, Grant { handle, kind, tokens: granted, blocks_before: 0 });
         Tried::Gone
     }
 
     fn room(&self, handle: Handle, tokens: u32) -> Room {
-        let whole = if self.options.scheduler_reserve_full_isl { self.sequences[handle].num_tokens() } else { tokens };
+        let whole =
+            if self.options.scheduler_reserve_full_isl { self.book.sequences[handle].num_tokens() } else { tokens };
         let watermark = self.options.watermark * f64::from(self.options.num_gpu_blocks);
         Room {
             tokens,
             must_fit: whole,
             // A share below 1 of a u32, rounded down.
-            headroom: if self.running.len() == 0 { 0 } else { watermark as u32 },
+            headroom: if self.book.running.len() == 0 { 0 } else { watermark as u32 },
             reserved: 0,
         }
     }
@@ -199,28 +202,28 @@ impl VllmCore {
     /// Gives one that waits its blocks, if there is room.
     fn allocate(&mut self, handle: Handle, room: Room) -> bool {
         let before = self.waits_with_blocks(handle).then(|| self.share(handle));
-        let allocated = self.kv.admit(&mut self.sequences[handle].blocks, room);
+        let allocated = self.kv.admit(&mut self.book.sequences[handle].blocks, room);
         if let Some(before) = before {
-            self.loads.exchange(before, self.share(handle));
+            self.book.loads.exchange(before, self.share(handle));
         }
         allocated
     }
 
     fn waits_with_blocks(&self, handle: Handle) -> bool {
-        matches!(self.sequences[handle].life, Life::Loading { .. })
+        matches!(self.book.sequences[handle].life, Life::Loading { .. })
     }
 
     /// Blocks that prefills and loads in flight still need for the tokens that they have.
     fn needs_in_flight(&self) -> u64 {
-        let running = self.running.swept().iter().map(|&handle| &self.sequences[handle]);
+        let running = self.book.running.swept().iter().map(|&handle| &self.book.sequences[handle]);
         let prefills = running.filter(|sequence| sequence.mid_prefill);
         let missing = prefills.map(|sequence| self.kv.missing(&sequence.blocks, sequence.num_tokens()));
-        missing.sum::<u64>() + self.loads.total().missing
+        missing.sum::<u64>() + self.book.loads.total().missing
     }
 
     fn log_allocation(&mut self, handle: Handle, external_tokens: u32) {
         if let Some(log) = &mut self.connector_log {
-            let sequence = &self.sequences[handle];
+            let sequence = &self.book.sequences[handle];
             if sequence.remote.is_some() {
                 let blocks = sequence.blocks.ids().to_vec();
                 log.push(ConnectorCall::Allocated { sequence: handle.sequence, blocks, external_tokens });
@@ -233,19 +236,18 @@ impl VllmCore {
         if found.source == FoundIn::Blocks {
             return;
         }
-        let sequence = &mut self.sequences[handle];
-        let preempted = sequence.was_preempted();
-        let (tokens, local, external) =
-            (u64::from(sequence.num_tokens()), u64::from(found.local), u64::from(found.external));
+        let sequence = &self.book.sequences[handle];
+        let (preempted, num_tokens) = (sequence.was_preempted(), sequence.num_tokens());
         if self.kv.prefix_caching() && sequence.reads_prefix_cache {
-            plan.pass.prefix_cache.count(preempted, tokens, local);
-            self.metrics.prefix_cache.count(preempted, tokens, local);
+            self.book.count_look_up(handle, found.local, plan.pass);
         }
+        let sequence = &mut self.book.sequences[handle];
         if !preempted {
             sequence.num_cached = found.tokens();
         }
         if let Some(remote) = &mut sequence.remote {
-            self.metrics.remote_cache.count(preempted, tokens - local, external);
+            let missing = u64::from(num_tokens - found.local);
+            self.book.metrics.remote_cache.count(preempted, missing, u64::from(found.external));
             remote.copy.allocated();
             if !preempted {
                 remote.num_external = found.external;
@@ -253,26 +255,15 @@ impl VllmCore {
         }
     }
 
-    fn enter_batch(&mut self, handle: Handle, present: u32, plan: &mut Plan<'_>) {
-        let sequence = &mut self.sequences[handle];
-        sequence.life = Life::Running;
-        sequence.num_computed = present;
-        if !sequence.was_preempted() {
-            self.metrics.prompt_tokens += u64::from(sequence.num_prompt);
-            plan.pass.admitted.push(Admitted { sequence: handle.sequence, cached_tokens: sequence.num_cached });
-        }
-        self.running.push(handle);
-    }
-
     /// Whether a sequence can never get the blocks for the tokens that it already has, and is ended for it.
     pub(super) fn outgrows_pool(&self, handle: Handle) -> bool {
-        self.options.end_outgrown_requests && self.kv.outgrown_by(self.sequences[handle].num_tokens())
+        self.options.end_outgrown_requests && self.kv.outgrown_by(self.book.sequences[handle].num_tokens())
     }
 
     /// Ends a sequence that is in neither queue nor batch any more.
     pub(super) fn end_outgrown(&mut self, handle: Handle) {
         self.conclude(handle, FinishReason::OutOfMemory, None);
-        self.show_end(handle.sequence, FinishReason::OutOfMemory);
+        self.book.show_end(handle.sequence, FinishReason::OutOfMemory);
     }
 }
 

@@ -40,13 +40,13 @@ impl VllmCore {
         (submission, remote): (Submission, RemoteKv),
         now: EngineTime,
     ) -> ApplyResult {
-        let earlier = self.handoffs.may_submit(key)?;
-        self.check(&submission)?;
+        let earlier = self.book.handoffs.may_submit(key)?;
+        self.book.check(&submission)?;
         if let Some(earlier) = earlier {
             self.supersede(earlier);
         }
-        let handle = self.enter(submission, Some((remote, Some(key))), now);
-        self.handoffs.submit(key, handle, side);
+        let handle = self.enter_remote(submission, (remote, Some(key)), now);
+        self.book.handoffs.submit(key, handle, side);
         Ok(Applied::Submitted)
     }
 
@@ -57,39 +57,39 @@ impl VllmCore {
     }
 
     pub(super) fn submit_remote(&mut self, submission: Submission, remote: RemoteKv, now: EngineTime) -> ApplyResult {
-        self.check(&submission)?;
-        self.enter(submission, Some((remote, None)), now);
+        self.book.check(&submission)?;
+        self.enter_remote(submission, (remote, None), now);
         Ok(Applied::Submitted)
     }
 
     /// Ends an earlier registration whose place a later one takes. What runs already goes on by itself.
     fn supersede(&mut self, earlier: Registration) {
         let Registration { key, handle, side } = earlier;
-        if let Some(remote) = &mut self.sequences[handle].remote {
+        if let Some(remote) = &mut self.book.sequences[handle].remote {
             remote.handoff = None;
             remote.keep = KeepBlocks::Never;
         }
-        let (sequence, at) = (handle.sequence, self.now);
+        let (sequence, at) = (handle.sequence, self.book.now());
         match side {
             HandoffSide::Source(source) => {
-                self.handoffs.source_ended(key, sequence, at, SourceEnd::Superseded);
+                self.book.handoffs.source_ended(key, sequence, at, SourceEnd::Superseded);
                 if source == SourceState::Held {
                     self.let_go(handle);
                 }
             }
-            HandoffSide::Destination(DestinationState::Guarded) => self.handoffs.forget(key),
+            HandoffSide::Destination(DestinationState::Guarded) => self.book.handoffs.forget(key),
             HandoffSide::Destination(destination) => {
-                self.handoffs.destination_ended(key, sequence, at, DestinationEnd::Superseded);
+                self.book.handoffs.destination_ended(key, sequence, at, DestinationEnd::Superseded);
                 if destination != DestinationState::Active {
                     self.end(handle, FinishReason::Cancelled);
-                    self.show_end(sequence, FinishReason::Cancelled);
+                    self.book.show_end(sequence, FinishReason::Cancelled);
                 }
             }
         }
     }
 
     pub(super) fn activate_destination(&mut self, key: HandoffKey, first_token: Option<u32>) -> ApplyResult {
-        match self.handoffs.end_transfer(key)? {
+        match self.book.handoffs.end_transfer(key)? {
             (handle, DestinationState::Guarded) => {
                 self.let_go(handle);
                 Ok(Applied::HandoffOver)
@@ -107,23 +107,23 @@ impl VllmCore {
     /// Gives a loaded sequence the first output token, which the source has shown. It may be its last.
     fn carry_over(&mut self, handle: Handle, token: u32) {
         let before = self.share(handle);
-        let sequence = &mut self.sequences[handle];
-        let waiting = self.queue.tokens_mut(sequence.was_preempted());
+        let sequence = &mut self.book.sequences[handle];
+        let waiting = self.book.queue.tokens_mut(sequence.was_preempted());
         waiting.remove(u64::from(sequence.num_tokens()));
         let stop = sequence.content.carry(token);
         sequence.num_output = 1;
         waiting.add(u64::from(sequence.num_tokens()));
         let at_limit = (sequence.num_output >= sequence.output_limit).then_some(FinishReason::Length);
         let finish = stop.or(at_limit);
-        self.loads.exchange(before, self.share(handle));
+        self.book.loads.exchange(before, self.share(handle));
         if let Some(finish) = finish {
             self.end(handle, finish);
-            self.show_end(handle.sequence, finish);
+            self.book.show_end(handle.sequence, finish);
         }
     }
 
     pub(super) fn fail_transfer(&mut self, key: HandoffKey, valid_tokens: u32) -> ApplyResult {
-        match self.handoffs.end_transfer(key)? {
+        match self.book.handoffs.end_transfer(key)? {
             (handle, DestinationState::Guarded) => {
                 self.let_go(handle);
                 Ok(Applied::HandoffOver)
@@ -131,7 +131,7 @@ impl VllmCore {
             (handle, _) => {
                 self.land(handle);
                 let block_size = self.options.block_size;
-                let sequence = &mut self.sequences[handle];
+                let sequence = &mut self.book.sequences[handle];
                 let valid = valid_tokens / block_size * block_size;
                 if valid_tokens < sequence.num_computed {
                     sequence.num_computed = valid;
@@ -143,13 +143,13 @@ impl VllmCore {
     }
 
     pub(super) fn release(&mut self, key: HandoffKey) -> ApplyResult {
-        let Some(handle) = self.handoffs.release(key)? else { return Ok(Applied::HandoffOver) };
+        let Some(handle) = self.book.handoffs.release(key)? else { return Ok(Applied::HandoffOver) };
         self.end_source(handle, SourceEnd::Released);
         Ok(Applied::Handoff)
     }
 
     pub(super) fn cancel_source(&mut self, key: HandoffKey) -> ApplyResult {
-        match self.handoffs.cancel_source(key)? {
+        match self.book.handoffs.cancel_source(key)? {
             None => return Ok(Applied::HandoffOver),
             Some((handle, SourceState::Held)) => self.end_source(handle, SourceEnd::Cancelled),
             Some((handle, SourceState::Prefilling)) => self.cancel_visibly(handle),
@@ -158,10 +158,10 @@ impl VllmCore {
     }
 
     pub(super) fn cancel_destination(&mut self, key: HandoffKey) -> ApplyResult {
-        match self.handoffs.cancel_destination(key)? {
+        match self.book.handoffs.cancel_destination(key)? {
             None => return Ok(Applied::HandoffOver),
             Some((handle, DestinationState::Guarded)) => {
-                self.handoffs.forget(key);
+                self.book.handoffs.forget(key);
                 self.let_go(handle);
                 return Ok(Applied::HandoffOver);
             }
@@ -175,10 +175,10 @@ impl VllmCore {
     }
 
     pub(super) fn heartbeat(&mut self, key: HandoffKey) -> ApplyResult {
-        let Some((handle, source)) = self.handoffs.heartbeat(key)? else { return Ok(Applied::HandoffOver) };
+        let Some((handle, source)) = self.book.handoffs.heartbeat(key)? else { return Ok(Applied::HandoffOver) };
         if source == SourceState::Held {
             let ahead = self.options.kv_lease * 2 / 3;
-            self.holds.extend(handle.sequence, self.now + ahead);
+            self.book.holds.extend(handle.sequence, self.book.now() + ahead);
         }
         Ok(Applied::Handoff)
     }
@@ -186,27 +186,27 @@ impl VllmCore {
     /// Cancels a request on behalf of its handoff: its reader has not asked for that and is told.
     fn cancel_visibly(&mut self, handle: Handle) {
         self.end(handle, FinishReason::Cancelled);
-        self.show_end(handle.sequence, FinishReason::Cancelled);
+        self.book.show_end(handle.sequence, FinishReason::Cancelled);
     }
 
     fn end_source(&mut self, handle: Handle, end: SourceEnd) {
         if let Some(key) = self.handoff_of(handle) {
-            self.handoffs.source_ended(key, handle.sequence, self.now, end);
+            self.book.handoffs.source_ended(key, handle.sequence, self.book.now(), end);
         }
         self.let_go(handle);
     }
 
     /// Lets an ended sequence go whose deadline has come.
     pub(super) fn expire_hold(&mut self, handle: Handle) {
-        match self.sequences[handle].life {
+        match self.book.sequences[handle].life {
             Life::Ended { transfer: Transfer::Send, .. } => {
-                self.metrics.expired_leases += 1;
+                self.book.metrics.expired_leases += 1;
                 self.end_source(handle, SourceEnd::Expired);
             }
             _ => {
-                self.metrics.expired_guards += 1;
+                self.book.metrics.expired_guards += 1;
                 if let Some(key) = self.handoff_of(handle) {
-                    self.handoffs.forget(key);
+                    self.book.handoffs.forget(key);
                 }
                 self.let_go(handle);
             }
@@ -214,17 +214,17 @@ impl VllmCore {
     }
 
     pub(super) fn handoff_of(&self, handle: Handle) -> Option<HandoffKey> {
-        self.sequences[handle].remote.as_ref().and_then(|remote| remote.handoff)
+        self.book.sequences[handle].remote.as_ref().and_then(|remote| remote.handoff)
     }
 
     /// Tells the handoff of a destination that its blocks are there, `local` tokens of them from the cache.
     pub(super) fn tell_reserved(&mut self, handle: Handle, local: u32) {
         let Some(handoff) = self.handoff_of(handle) else { return };
-        let prompt_tokens = self.sequences[handle].num_prompt;
+        let prompt_tokens = self.book.sequences[handle].num_prompt;
         // The last token is computed again: if it alone is missing, there is nothing to transfer.
         let transferable_prompt_tokens = if local + 1 >= prompt_tokens { 0 } else { prompt_tokens - local };
-        let (sequence, at) = (handle.sequence, self.now);
-        self.handoffs.reserved(HandoffFact::DestinationReserved {
+        let (sequence, at) = (handle.sequence, self.book.now());
+        self.book.handoffs.reserved(HandoffFact::DestinationReserved {
             handoff,
             sequence,
             at,
@@ -236,11 +236,11 @@ impl VllmCore {
     /// Tells the handoff of a sequence that its request ends so, and which transfer its blocks wait for.
     pub(super) fn tell_end(&mut self, handle: Handle, finish: FinishReason, transfer: Option<Transfer>) {
         let Some(handoff) = self.handoff_of(handle) else { return };
-        let (sequence, at) = (handle.sequence, self.now);
-        match (self.handoffs.is_source(handoff), transfer) {
+        let (sequence, at) = (handle.sequence, self.book.now());
+        match (self.book.handoffs.is_source(handoff), transfer) {
             (true, Some(_)) => {
-                let source = &self.sequences[handle];
-                self.handoffs.held(HandoffFact::SourceHeld {
+                let source = &self.book.sequences[handle];
+                self.book.handoffs.held(HandoffFact::SourceHeld {
                     handoff,
                     sequence,
                     at,
@@ -255,7 +255,7 @@ impl VllmCore {
                     FinishReason::OutOfMemory => SourceEnd::OutOfMemory,
                     _ => SourceEnd::Cancelled,
                 };
-                self.handoffs.source_ended(handoff, sequence, at, end);
+                self.book.handoffs.source_ended(handoff, sequence, at, end);
             }
             (false, transfer) => {
                 let end = match finish {
@@ -265,9 +265,9 @@ impl VllmCore {
                     _ => DestinationEnd::Cancelled,
                 };
                 if transfer.is_some() {
-                    self.handoffs.guarded(handoff, sequence, at, end);
+                    self.book.handoffs.guarded(handoff, sequence, at, end);
                 } else {
-                    self.handoffs.destination_ended(handoff, sequence, at, end);
+                    self.book.handoffs.destination_ended(handoff, sequence, at, end);
                 }
             }
         }

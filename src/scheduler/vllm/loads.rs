@@ -7,7 +7,7 @@ use crate::kv_event::BlockId;
 use crate::output::FinishReason;
 use crate::request::SequenceId;
 use crate::scheduler::load_queue::Share;
-use crate::scheduler::pass::{Output, PassRow};
+use crate::scheduler::pass::PassRow;
 use crate::scheduler::remote::{CopyState, TransferReport};
 use crate::scheduler::sequence::{Life, Load, Transfer};
 use crate::scheduler::sequences::Handle;
@@ -20,14 +20,14 @@ impl VllmCore {
     /// A place among those that hold blocks.
     pub(super) fn load_place(&mut self, handle: Handle) -> QueueKey {
         match self.options.policy {
-            VllmPolicy::Fcfs => self.loads.back(handle.sequence),
+            VllmPolicy::Fcfs => self.book.loads.back(handle.sequence),
             VllmPolicy::Priority => self.priority_key(handle),
         }
     }
 
     /// What a sequence that waits with blocks counts for.
     pub(super) fn share(&self, handle: Handle) -> Share {
-        let sequence = &self.sequences[handle];
+        let sequence = &self.book.sequences[handle];
         Share {
             held: u64::from(sequence.blocks.len()),
             missing: self.kv.missing(&sequence.blocks, sequence.num_tokens()),
@@ -36,21 +36,21 @@ impl VllmCore {
 
     pub(super) fn enter_load_queue(&mut self, handle: Handle, key: QueueKey) {
         let share = self.share(handle);
-        let sequence = &mut self.sequences[handle];
-        self.queue.tokens_mut(sequence.was_preempted()).add(u64::from(sequence.num_tokens()));
+        let sequence = &mut self.book.sequences[handle];
+        self.book.queue.tokens_mut(sequence.was_preempted()).add(u64::from(sequence.num_tokens()));
         sequence.life = Life::Loading { key, load: Load::InFlight };
-        self.loads.insert(key, handle, share);
-        self.unshown = true;
+        self.book.loads.insert(key, handle, share);
+        self.book.note_change();
     }
 
     /// Notes that the load of a sequence has ended: it is tried when the next pass is planned.
     pub(super) fn land(&mut self, handle: Handle) {
-        let sequence = &mut self.sequences[handle];
+        let sequence = &mut self.book.sequences[handle];
         if let Life::Loading { key, load: load @ Load::InFlight } = &mut sequence.life {
             *load = Load::Done;
-            self.loads.landed();
-            self.loads.set_ready(*key, handle, !sequence.throttled);
-            self.unshown = true;
+            self.book.loads.landed();
+            self.book.loads.set_ready(*key, handle, !sequence.throttled);
+            self.book.note_change();
         }
     }
 
@@ -58,7 +58,7 @@ impl VllmCore {
     /// a load that brought nothing gives its blocks back.
     pub(super) fn take_load(&mut self, handle: Handle) {
         let before = self.share(handle);
-        let sequence = &mut self.sequences[handle];
+        let sequence = &mut self.book.sequences[handle];
         if sequence.num_computed == 0 {
             self.kv.release(&mut sequence.blocks);
         } else {
@@ -77,13 +77,13 @@ impl VllmCore {
             *load = Load::Tried;
         }
         let after = self.share(handle);
-        self.loads.exchange(before, after);
-        self.unshown = true;
+        self.book.loads.exchange(before, after);
+        self.book.note_change();
     }
 
     /// Takes a report, or keeps it until the pass in flight ends.
     pub(super) fn take_report(&mut self, report: TransferReport) {
-        if self.in_flight {
+        if self.book.in_flight() {
             self.reports.push(report);
         } else {
             let failed = self.cut_running(&mut [], &report.invalid_blocks);
@@ -97,21 +97,21 @@ impl VllmCore {
         self.cut_loads(&report.invalid_blocks);
         for &sequence in &report.failed {
             let Some(handle) = self.reported(sequence) else { continue };
-            if matches!(self.sequences[handle].life, Life::Loading { load: Load::InFlight | Load::Done, .. }) {
-                self.sequences[handle].num_computed = 0;
+            if matches!(self.book.sequences[handle].life, Life::Loading { load: Load::InFlight | Load::Done, .. }) {
+                self.book.sequences[handle].num_computed = 0;
                 self.fail_load(handle);
             }
         }
         for &sequence in &report.received {
             let Some(handle) = self.reported(sequence) else { continue };
-            match self.sequences[handle].life {
+            match self.book.sequences[handle].life {
                 Life::Ended { transfer: Transfer::Receive, .. } => self.let_go(handle),
                 _ => self.land(handle),
             }
         }
         for &sequence in &report.sent {
             let Some(handle) = self.reported(sequence) else { continue };
-            if matches!(self.sequences[handle].life, Life::Ended { transfer: Transfer::Send, .. }) {
+            if matches!(self.book.sequences[handle].life, Life::Ended { transfer: Transfer::Send, .. }) {
                 self.let_go(handle);
             }
         }
@@ -119,7 +119,7 @@ impl VllmCore {
 
     /// The sequence that a report is about. What belongs to a handoff has commands of its own.
     fn reported(&self, sequence: SequenceId) -> Option<Handle> {
-        self.sequences.find(sequence).filter(|&handle| self.handoff_of(handle).is_none())
+        self.book.sequences.find(sequence).filter(|&handle| self.handoff_of(handle).is_none())
     }
 
     /// Cuts the loads in flight at their first invalid block.
@@ -129,8 +129,8 @@ impl VllmCore {
         }
         let mut cut = Vec::new();
         let mut marked = Vec::new();
-        for handle in self.loads.iter() {
-            let sequence = &self.sequences[handle];
+        for handle in self.book.loads.iter() {
+            let sequence = &self.book.sequences[handle];
             if matches!(sequence.life, Life::Loading { load: Load::InFlight | Load::Done, .. }) {
                 let blocks = &sequence.blocks.ids()[..self.blocks_for(sequence.num_computed)];
                 if let Some(Cut::At(block)) = first_invalid(blocks, invalid, &mut marked) {
@@ -139,22 +139,22 @@ impl VllmCore {
             }
         }
         for (handle, block) in cut {
-            self.sequences[handle].num_computed = block * self.options.block_size;
+            self.book.sequences[handle].num_computed = block * self.options.block_size;
             self.fail_load(handle);
         }
     }
 
     /// Deals with a load whose valid part has been cut: by the policy its request ends, or computes the rest.
     pub(super) fn fail_load(&mut self, handle: Handle) {
-        self.unshown = true;
+        self.book.note_change();
         if self.options.kv_load_failure_policy == LoadFailurePolicy::Fail {
-            let transfer = match self.sequences[handle].life {
+            let transfer = match self.book.sequences[handle].life {
                 Life::Loading { load: Load::InFlight, .. } => Some(Transfer::Receive),
                 _ => None,
             };
             self.leave_queue(handle);
             self.conclude(handle, FinishReason::TransferFailed, transfer);
-            self.show_end(handle.sequence, FinishReason::TransferFailed);
+            self.book.show_end(handle.sequence, FinishReason::TransferFailed);
         }
     }
 
@@ -168,14 +168,14 @@ impl VllmCore {
         let mut rows: FxHashMap<Handle, &mut PassRow> = rows.iter_mut().map(|row| (row.handle(), row)).collect();
         let fails = self.options.kv_load_failure_policy == LoadFailurePolicy::Fail;
         let (mut failed, mut marked) = (Vec::new(), Vec::new());
-        let running: Vec<Handle> = self.running.iter(&self.sequences).collect();
+        let running: Vec<Handle> = self.book.running.iter(&self.book.sequences).collect();
         for handle in running {
-            let sequence = &self.sequences[handle];
+            let sequence = &self.book.sequences[handle];
             let row = rows.get_mut(&handle);
             let computed_before = row.as_ref().map_or(sequence.num_computed, |row| row.computed_before);
             let blocks = &sequence.blocks.ids()[..self.blocks_for(computed_before)];
             let Some(cut) = first_invalid(blocks, invalid, &mut marked) else { continue };
-            let sequence = &mut self.sequences[handle];
+            let sequence = &mut self.book.sequences[handle];
             sequence.quiet_until = 0;
             match cut {
                 Cut::Shared => sequence.num_computed = computed_before,
@@ -200,9 +200,9 @@ impl VllmCore {
     /// Ends the running sequences whose loads have failed.
     pub(super) fn end_failed(&mut self, failed: Vec<Handle>) {
         for handle in failed {
-            self.running.one_is_gone();
+            self.book.running.one_is_gone();
             self.conclude(handle, FinishReason::TransferFailed, None);
-            self.show_end(handle.sequence, FinishReason::TransferFailed);
+            self.book.show_end(handle.sequence, FinishReason::TransferFailed);
         }
     }
 
@@ -212,22 +212,17 @@ impl VllmCore {
 
     /// Frees the blocks of an ended sequence and forgets it.
     pub(super) fn let_go(&mut self, handle: Handle) {
-        self.holds.remove(handle.sequence);
-        self.kv.release(&mut self.sequences[handle].blocks);
-        self.sequences.remove(handle);
-        self.unshown = true;
+        self.book.holds.remove(handle.sequence);
+        self.kv.release(&mut self.book.sequences[handle].blocks);
+        self.book.sequences.remove(handle);
+        self.book.note_change();
     }
 
     /// Lets go of everything whose deadline has come.
     pub(super) fn expire(&mut self, now: EngineTime) {
-        while let Some(handle) = self.holds.due(now) {
+        while let Some(handle) = self.book.holds.due(now) {
             self.expire_hold(handle);
         }
-    }
-
-    /// Shows the end of a sequence that no row of a pass shows.
-    pub(super) fn show_end(&mut self, sequence: SequenceId, finish: FinishReason) {
-        self.ends.push(Output { sequence, token: None, finish: Some(finish), prefill: None });
     }
 }
 

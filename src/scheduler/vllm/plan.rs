@@ -2,6 +2,7 @@
 
 use crate::config::{SchedulingState, TieVictim, VllmPolicy};
 use crate::kv::KvCache;
+use crate::scheduler::book::Book;
 use crate::scheduler::pass::{Pass, PassRow, RowKind};
 use crate::scheduler::sequence::Sequence;
 use crate::scheduler::sequences::Handle;
@@ -24,7 +25,7 @@ pub(super) struct Plan<'a> {
 
 impl VllmCore {
     pub(super) fn plan(&mut self, pass: &mut Pass) {
-        if self.state == SchedulingState::Stopped {
+        if self.book.state == SchedulingState::Stopped {
             return;
         }
         let mut plan = Plan {
@@ -44,7 +45,7 @@ impl VllmCore {
 
     /// `long_prefill_token_threshold`: off while only one sequence exists.
     fn chunk_cap(&self) -> u32 {
-        let num_sequences = self.running.len() as u64 + self.queue.num_waiting();
+        let num_sequences = self.book.running.len() as u64 + self.book.queue.num_waiting();
         match self.options.long_prefill_token_threshold {
             0 => u32::MAX,
             _ if num_sequences <= 1 => u32::MAX,
@@ -62,24 +63,24 @@ impl VllmCore {
     fn defers_prefills(&self) -> bool {
         let interval = u64::from(self.options.prefill_schedule_interval);
         let decodes = |&handle: &Handle| {
-            let sequence = &self.sequences[handle];
+            let sequence = &self.book.sequences[handle];
             !sequence.throttled && !sequence.mid_prefill
         };
         interval > 1
-            && !self.metrics.num_passes.is_multiple_of(interval)
+            && !self.book.metrics.num_passes.is_multiple_of(interval)
             && !self.left_waiting
-            && self.running.swept().iter().any(decodes)
+            && self.book.running.swept().iter().any(decodes)
     }
 
     /// Serves the running sequences; `false` if one waits for a block that will be freed soon, and all behind
     /// it with it.
     fn plan_running(&mut self, plan: &mut Plan<'_>) -> bool {
         while let Some(grant) = self.serve_running(plan) {
-            if self.expects_frees && !self.holds.is_empty() && !self.outgrows_pool(grant.handle) {
+            if self.expects_frees && !self.book.holds.is_empty() && !self.outgrows_pool(grant.handle) {
                 return false;
             }
             if self.make_room(grant, plan) {
-                plan.grant(&mut self.kv, &mut self.sequences[grant.handle], grant);
+                plan.grant(&mut self.kv, &mut self.book.sequences[grant.handle], grant);
                 plan.index += 1;
             }
         }
@@ -89,7 +90,7 @@ impl VllmCore {
     /// Serves the running sequences until one is short of blocks: that one's grant. This loop is what a
     /// pass costs per sequence; everything rare is elsewhere.
     fn serve_running(&mut self, plan: &mut Plan<'_>) -> Option<Grant> {
-        let Self { kv, sequences, running, .. } = self;
+        let Self { kv, book: Book { sequences, running, .. }, .. } = self;
         let running = running.swept().get(plan.index..).unwrap_or_default();
         for (served, &handle) in running.iter().enumerate() {
             if plan.budget == 0 {
@@ -113,13 +114,13 @@ impl VllmCore {
     fn make_room(&mut self, grant: Grant, plan: &mut Plan<'_>) -> bool {
         let handle = grant.handle;
         if self.outgrows_pool(handle) {
-            self.running.remove(plan.index);
+            self.book.running.remove(plan.index);
             self.end_outgrown(handle);
             return false;
         }
         loop {
             let position = self.victim();
-            let victim = self.running.remove(position);
+            let victim = self.book.running.remove(position);
             if position < plan.index {
                 plan.index -= 1;
                 plan.take_back(victim);
@@ -129,7 +130,7 @@ impl VllmCore {
             if victim == handle {
                 return false;
             }
-            let sequence = &mut self.sequences[handle];
+            let sequence = &mut self.book.sequences[handle];
             if self.kv.extend(&mut sequence.blocks, sequence.num_computed + grant.tokens) {
                 return true;
             }
@@ -139,14 +140,14 @@ impl VllmCore {
     /// Index of the running sequence to preempt: the last one, or by priority the least important one that
     /// arrived last.
     fn victim(&self) -> usize {
-        let running = self.running.swept();
+        let running = self.book.running.swept();
         let last = running.len() - 1;
         match self.options.policy {
             VllmPolicy::Fcfs if seeded_bug!(PreemptsTheOldest) => 0,
             VllmPolicy::Fcfs => last,
             VllmPolicy::Priority => {
                 let rank = |index: usize| {
-                    let sequence = &self.sequences[running[index]];
+                    let sequence = &self.book.sequences[running[index]];
                     (sequence.priority, sequence.arrival)
                 };
                 // `max_by_key` takes the last among equals.
