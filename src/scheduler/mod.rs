@@ -172,7 +172,7 @@ impl Scheduler {
         self.unbox(effects)
     }
 
-    /// What commands did that no pass will show: KV events of a reset, ends, changed metrics. For
+    /// What happened that no pass will show: arrivals, KV events of a reset, ends, changed metrics. For
     /// the instants at which [`Scheduler::begin_pass`] had nothing to do; `None` if nothing changed
     /// since the last effects.
     pub fn settle(&mut self, now: EngineTime) -> Option<Effects> {

@@ -9,7 +9,9 @@ use standin::{
 };
 use tokio::runtime::Handle;
 
-use crate::common::{at, config, config_of, id, next, read, refused, request, start, submit, vllm, whole, within};
+use crate::common::{
+    at, config, config_of, id, next, read, refused, request, start, submit, turns, vllm, whole, within,
+};
 
 #[test]
 fn r01_start_without_a_runtime_is_an_error() {
@@ -94,7 +96,9 @@ async fn r03_start_returns_at_once_and_start_up_delays_the_first_pass() {
     assert_eq!(engine.now(), EngineTime::ZERO, "the answer does not wait for the start-up");
     at(&engine, 495).await;
     let mut second = submit(&engine, request(2, 8, 1)).await;
-    assert_eq!(engine.metrics_receiver().borrow().num_passes, 0);
+    turns().await;
+    let metrics = *engine.metrics_receiver().borrow();
+    assert_eq!((metrics.num_passes, metrics.num_requests_waiting), (0, 2), "who waits can be seen");
     assert_eq!(read(&mut first).await, whole(1, &[510.0, 520.0]));
     assert_eq!(read(&mut second).await, whole(2, &[510.0]));
     // It delays the first pass alone.

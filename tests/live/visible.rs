@@ -336,7 +336,8 @@ async fn r33_closed_while_idle_no_pass_is_planned() {
     assert_eq!((engine.now(), engine.active_request_count()), (EngineTime::ZERO, 1));
     drop(waiting);
     at(&engine, 1_000).await;
-    assert_eq!(engine.metrics_receiver().borrow().num_passes, 0);
+    let metrics = *engine.metrics_receiver().borrow();
+    assert_eq!((metrics.num_passes, metrics.num_requests_waiting), (0, 1), "who waits can be seen");
     gate.send(true).expect("alive");
     assert_eq!(read(&mut stream).await, whole(1, &[1_010.0, 1_020.0]), "from when it opened");
 }

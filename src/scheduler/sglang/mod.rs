@@ -157,6 +157,9 @@ impl SglangCore {
     pub(crate) fn settle(&mut self, now: EngineTime) -> Option<Box<Effects>> {
         self.note_idle_turn();
         self.book.hear(now);
+        if !self.book.in_flight() {
+            self.release_arrivals(now, self.book.sees_ties(now));
+        }
         let mut effects = self.book.open_settlement(!self.kv.events().is_empty())?;
         self.show(&mut effects, now);
         Some(effects)

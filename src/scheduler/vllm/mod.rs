@@ -114,6 +114,7 @@ impl VllmCore {
     pub(crate) fn settle(&mut self, now: EngineTime) -> Option<Box<Effects>> {
         if !self.book.in_flight() {
             self.turn_to(now);
+            self.release_arrivals(now, self.book.sees_ties(now));
         }
         let mut effects = self.book.open_settlement(!self.kv.events().is_empty())?;
         self.show(&mut effects, now);

@@ -132,8 +132,7 @@ impl Model {
     }
 
     pub(crate) fn begin(&mut self, now: EngineTime) -> Option<Planned> {
-        let boundary_first = self.last_pass.is_some_and(|(began, ended)| ended == now && began < now);
-        self.arrive(|visible_from| visible_from < now || (visible_from == now && !boundary_first));
+        self.settle(now);
         let mut planned = self.plan();
         let idle = |planned: &Planned| planned.rows.is_empty() && planned.preempted.is_empty();
         if idle(&planned) && self.arrive(|visible_from| visible_from <= now) {
@@ -146,6 +145,12 @@ impl Model {
         self.in_flight.clone_from(&planned.rows);
         self.last_pass = Some((now, now));
         Some(planned)
+    }
+
+    /// Between passes: a boundary comes before the arrivals of its instant.
+    pub(crate) fn settle(&mut self, now: EngineTime) {
+        let boundary_first = self.last_pass.is_some_and(|(began, ended)| ended == now && began < now);
+        self.arrive(|visible_from| visible_from < now || (visible_from == now && !boundary_first));
     }
 
     /// Tokens and ends of the pass.

@@ -282,6 +282,9 @@ impl World {
     }
 
     fn settle(&mut self) {
+        if self.in_flight.is_none() {
+            self.model.settle(self.now);
+        }
         match (self.core.settle(self.now), self.twin.settle(self.now)) {
             (Some(effects), Some(twin)) => {
                 assert!(self.in_flight.is_none(), "a pass in flight shows everything at its end");
