@@ -17,6 +17,8 @@ macro_rules! setters {
 }
 pub(crate) use setters;
 
+#[cfg(feature = "serde")]
+mod json;
 mod sglang;
 
 pub use sglang::{RadixEvictionPolicy, SglangConfig, SglangPolicy};
@@ -117,7 +119,7 @@ impl EngineKind {
         match self {
             Self::Vllm(_) => self.blocks_for(prompt_tokens),
             // Prompt, one output token and one page must be *less* than the pool.
-            Self::Sglang(_) => self.blocks_for(prompt_tokens + 2) + 1,
+            Self::Sglang(_) => self.blocks_for(prompt_tokens.saturating_add(2)).saturating_add(1),
         }
     }
 }
@@ -218,14 +220,14 @@ impl EngineConfig {
         }
     }
 
-    /// Reads a configuration from JSON; fields that are left out have their defaults.
+    /// Reads a configuration from JSON of at most 1 MiB; fields that are left out have their defaults.
     ///
     /// # Errors
     /// An unknown field, a value of the wrong type or out of range: the error names the field by its
     /// path, the value and what is allowed. The result is strictly valid ([`EngineConfig::validate`]).
     #[cfg(feature = "serde")]
     pub fn from_json(json: &str) -> Result<Self, ConfigError> {
-        let config: Self = json_with_path(json)?;
+        let config: Self = json::read(json)?;
         config.validate()?;
         Ok(config)
     }
@@ -450,19 +452,4 @@ impl VllmConfig {
         }
         Ok(())
     }
-}
-
-/// Reads JSON; an error names the path of the field and the value that was there.
-#[cfg(feature = "serde")]
-pub(crate) fn json_with_path<T: serde::de::DeserializeOwned>(json: &str) -> Result<T, ConfigError> {
-    let mut reader = serde_json::Deserializer::from_str(json);
-    let value = serde_path_to_error::deserialize(&mut reader).map_err(|error| {
-        let path = error.path().to_string();
-        let value = serde_json::from_str::<serde_json::Value>(json).ok();
-        let value = value.as_ref().and_then(|root| root.pointer(&format!("/{}", path.replace('.', "/"))));
-        let value = value.map_or_else(|| "(JSON)".to_owned(), ToString::to_string);
-        ConfigError::new(path, value, error.into_inner().to_string())
-    })?;
-    reader.end().map_err(|error| ConfigError::new("(end)", "(JSON)", error.to_string()))?;
-    Ok(value)
 }

@@ -11,7 +11,7 @@ use crate::request::SequenceId;
 pub struct ConfigError {
     /// Path of the field, as in `kind.vllm.block_size`.
     pub field: String,
-    /// The value it had.
+    /// The value it had, cut where it is long.
     pub value: String,
     /// What is allowed.
     pub allowed: String,
@@ -19,7 +19,7 @@ pub struct ConfigError {
 
 impl ConfigError {
     pub(crate) fn new(field: impl Into<String>, value: impl ToString, allowed: impl Into<String>) -> Self {
-        Self { field: field.into(), value: value.to_string(), allowed: allowed.into() }
+        Self { field: field.into(), value: shown(value.to_string()), allowed: allowed.into() }
     }
 
     /// The same error with `prefix.` before the field's path.
@@ -27,6 +27,27 @@ impl ConfigError {
     pub(crate) fn within(mut self, prefix: &str) -> Self {
         self.field = format!("{prefix}.{}", self.field);
         self
+    }
+}
+
+/// Most characters of a value that an error repeats: a value may be as long as all that was read.
+const SHOWN_CHARS: usize = 60;
+
+/// A value as an error repeats it.
+pub(crate) fn shown(mut value: String) -> String {
+    if let Some((end, _)) = value.char_indices().nth(SHOWN_CHARS) {
+        value.truncate(end);
+        value.push('…');
+    }
+    value
+}
+
+/// The path of a JSON field as an error names it; that of the whole, and a field without a name, are `(JSON)`.
+#[cfg(feature = "serde")]
+pub(crate) fn json_path(path: &serde_path_to_error::Path) -> String {
+    match path.to_string() {
+        path if path.is_empty() || path == "." => "(JSON)".to_owned(),
+        path => path,
     }
 }
 
@@ -83,6 +104,24 @@ pub enum RequestError {
         end: u64,
         /// Tokens in the prompt.
         prompt_tokens: u64,
+    },
+    /// There are more multimodal items than a request may have.
+    #[error("multimodal has {items} items: at most MAX_MULTIMODAL_ITEMS = {limit} are allowed")]
+    TooManyMultimodalItems {
+        /// How many.
+        items: usize,
+        /// [`crate::MAX_MULTIMODAL_ITEMS`].
+        limit: usize,
+    },
+    /// A text that is part of what names a KV block is too long. Use a name or a hash of it.
+    #[error("{field} has {bytes} bytes: at most MAX_KEY_BYTES = {limit} are allowed")]
+    TextTooLong {
+        /// The field.
+        field: &'static str,
+        /// Its length.
+        bytes: usize,
+        /// [`crate::MAX_KEY_BYTES`].
+        limit: usize,
     },
     /// The stop and end tokens cover the whole vocabulary, so no output token can be generated.
     #[error("stop_token_ids and eos_token_id cover all {vocab_size} tokens of the vocabulary: one must stay free")]

@@ -70,7 +70,8 @@ pub use live::{
 pub use metrics::{EngineMetrics, FinishedCounts, KvFetchCounts, Moments, PassMetrics, PrefixCacheStats};
 pub use output::{FinishReason, PrefillStats, TokenGenerator};
 pub use request::{
-    KvCacheReportMode, MAX_OUTPUT_TOKENS, MultimodalItem, OutputPlan, Prompt, PromptSource, Request, SequenceId,
+    KvCacheReportMode, MAX_KEY_BYTES, MAX_MULTIMODAL_ITEMS, MAX_OUTPUT_TOKENS, MultimodalItem, OutputPlan, Prompt,
+    PromptSource, Request, SequenceId,
 };
 pub use scheduler::{
     Admitted, Applied, Cancelled, Command, ConnectorCall, DestinationEnd, DestinationState, Effects, HandoffFact,

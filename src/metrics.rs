@@ -139,7 +139,8 @@ pub struct EngineMetrics {
     pub dropped_handoff_facts: u64,
 }
 
-/// Number, sum and variance of a quantity over requests.
+/// Number, sum and variance of a quantity over requests. Sums that grow too large saturate; those of four billion
+/// token counts, each a `u32`, do not.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Moments {
     count: u64,
@@ -150,9 +151,9 @@ pub struct Moments {
 impl Moments {
     /// Adds one value.
     pub fn add(&mut self, value: u64) {
-        self.count += 1;
-        self.sum += value;
-        self.sum_of_squares += u128::from(value) * u128::from(value);
+        self.count = self.count.saturating_add(1);
+        self.sum = self.sum.saturating_add(value);
+        self.sum_of_squares = self.sum_of_squares.saturating_add(u128::from(value) * u128::from(value));
     }
 
     /// Adds many values, whose sum is known.
@@ -171,9 +172,9 @@ impl Moments {
 
     /// Takes one value out that was added before.
     pub fn remove(&mut self, value: u64) {
-        self.count -= 1;
-        self.sum -= value;
-        self.sum_of_squares -= u128::from(value) * u128::from(value);
+        self.count = self.count.saturating_sub(1);
+        self.sum = self.sum.saturating_sub(value);
+        self.sum_of_squares = self.sum_of_squares.saturating_sub(u128::from(value) * u128::from(value));
     }
 
     /// How many values.
@@ -196,7 +197,7 @@ impl Moments {
         }
         // n·Σx² − (Σx)² is exact in integers and never negative.
         let (n, sum) = (u128::from(self.count), u128::from(self.sum));
-        let scaled = (n * self.sum_of_squares).saturating_sub(sum * sum);
+        let scaled = n.saturating_mul(self.sum_of_squares).saturating_sub(sum * sum);
         scaled as f64 / (n as f64 * n as f64)
     }
 }

@@ -87,15 +87,20 @@ impl TokenGenerator {
     fn allowed_token(&self, raw: u64, forbidden: &[u32]) -> u32 {
         let in_vocabulary = forbidden.partition_point(|&token| token < self.vocab_size);
         let forbidden = &forbidden[..in_vocabulary];
-        let allowed = u64::from(self.vocab_size) - forbidden.len() as u64;
-        let mut token = ((u128::from(raw) * u128::from(allowed)) >> 64) as u32;
-        for &skipped in forbidden {
-            if token < skipped {
-                break;
+        let allowed = u64::from(self.vocab_size).saturating_sub(forbidden.len() as u64);
+        let rank = ((u128::from(raw) * u128::from(allowed)) >> 64) as u32;
+        // Below a forbidden token lie as many allowed ones as its value less its index.
+        let (mut skipped, mut until) = (0, forbidden.len());
+        while skipped < until {
+            let middle = skipped + (until - skipped) / 2;
+            if u64::from(forbidden[middle]) <= u64::from(rank) + middle as u64 {
+                skipped = middle + 1;
+            } else {
+                until = middle;
             }
-            token += 1;
         }
-        token
+        // At most the size of the vocabulary.
+        rank + skipped as u32
     }
 }
 
@@ -129,6 +134,20 @@ mod tests {
         assert_eq!([seen[0], seen[3], seen[7]], [0, 0, 0]);
         for token in [1, 2, 4, 5, 6] {
             assert!(seen[token] > 600, "token {token} appeared {} times of 4000", seen[token]);
+        }
+    }
+
+    #[test]
+    fn a_million_forbidden_tokens_cost_a_search_and_not_a_walk() {
+        let forbidden: Vec<u32> = (0..2_000_000).filter(|token| token % 2 == 0).collect();
+        let generator = TokenGenerator::new(1, 2, 2_000_000);
+        // A walk would take a thousand seconds.
+        assert!((0..1_000_000).all(|position| generator.token(position, &forbidden) % 2 == 1));
+        let walked = |rank: u32| forbidden.iter().fold(rank, |token, &skipped| token + u32::from(token >= skipped));
+        let allowed = forbidden.len() as u128;
+        for position in 0..100 {
+            let raw = mix(position);
+            assert_eq!(generator.allowed_token(raw, &forbidden), walked(((u128::from(raw) * allowed) >> 64) as u32));
         }
     }
 

@@ -15,6 +15,20 @@ use crate::time::EngineTime;
 /// the network cannot make a queue of four billion places.
 pub const MAX_OUTPUT_TOKENS: u32 = 10_000_000;
 
+/// The most multimodal items of a request: a power of two above vLLM's own default limit of 999 (`limit_mm_per_prompt`).
+///
+/// Every block of a prompt is held against every item of it.
+pub const MAX_MULTIMODAL_ITEMS: usize = 1024;
+
+/// The most bytes of a text that is part of what names a KV block (`cache_salt`, `lora_name`, the identifier of a
+/// multimodal item): the longest path of a Linux file, for adapters that are named by theirs.
+///
+/// A prompt's adapter is hashed with each of its blocks.
+pub const MAX_KEY_BYTES: usize = 4096;
+
+/// Tokens that are made at a time where a lazy prompt is walked through.
+const WALKED_TOKENS: usize = 1024;
+
 /// A request inside one engine: a counter given at the edge, never reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(transparent))]
@@ -28,7 +42,9 @@ impl fmt::Display for SequenceId {
 
 /// Prompt tokens that are made when asked for, for prompts too large or too many to hold.
 ///
-/// An implementation must be pure: the same range always gives the same tokens.
+/// An implementation must be pure: the same range always gives the same tokens, and the length stays. One that
+/// names another length later is held to one between 1 and the limit of the engine; one that panics ends whatever
+/// called it, a live engine included.
 pub trait PromptSource: fmt::Debug + Send + Sync {
     /// Tokens in the prompt.
     fn num_tokens(&self) -> usize;
@@ -78,7 +94,14 @@ impl Prompt {
     /// # Panics
     /// If the range does not lie within the prompt.
     pub fn fill(&self, start: usize, out: &mut [u32]) {
-        assert!(start + out.len() <= self.len(), "prompt range {start}+{} of {}", out.len(), self.len());
+        let len = self.len();
+        let lies_within = start.checked_add(out.len()).is_some_and(|end| end <= len);
+        assert!(lies_within, "prompt range {start}+{} of {len}", out.len());
+        self.fill_within(start, out);
+    }
+
+    /// The same for a range that lies within the length that the prompt was checked with, whatever a lazy one says now.
+    pub(crate) fn fill_within(&self, start: usize, out: &mut [u32]) {
         match self {
             Self::Tokens(tokens) => out.copy_from_slice(&tokens[start..start + out.len()]),
             Self::Lazy(source) => source.fill(start, out),
@@ -93,7 +116,8 @@ impl Prompt {
         }
     }
 
-    /// All tokens, made now if the prompt is lazy.
+    /// All tokens, made now if the prompt is lazy: 4 bytes for each that its source claims to have. Ask for
+    /// [`Prompt::len`] first where the source is not one's own.
     #[must_use]
     pub fn to_tokens(&self) -> Arc<[u32]> {
         match self {
@@ -108,13 +132,29 @@ impl Prompt {
 }
 
 impl PartialEq for Prompt {
-    /// Prompts are equal if their tokens are.
+    /// Prompts are equal if their tokens are. Of lazy ones a few are made at a time.
     fn eq(&self, other: &Self) -> bool {
-        self.len() == other.len() && self.to_tokens() == other.to_tokens()
+        self.len() == other.len()
+            && match (self, other) {
+                (Self::Tokens(left), Self::Tokens(right)) => left == right,
+                _ => self.walk().eq(other.walk()),
+            }
     }
 }
 
 impl Eq for Prompt {}
+
+impl Prompt {
+    /// All tokens, a few made at a time.
+    fn walk(&self) -> impl Iterator<Item = u32> + '_ {
+        let len = self.len();
+        (0..len).step_by(WALKED_TOKENS).flat_map(move |start| {
+            let mut tokens = vec![0; WALKED_TOKENS.min(len - start)];
+            self.fill(start, &mut tokens);
+            tokens
+        })
+    }
+}
 
 impl From<Vec<u32>> for Prompt {
     fn from(tokens: Vec<u32>) -> Self {
@@ -138,7 +178,7 @@ impl From<Arc<[u32]>> for Prompt {
 impl serde::Serialize for Prompt {
     /// As the list of all tokens.
     fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        self.to_tokens().serialize(serializer)
+        serializer.collect_seq(self.walk())
     }
 }
 
@@ -383,8 +423,15 @@ impl Request {
     }
 
     fn validate_tokens(&self, config: &EngineConfig) -> Result<(), RequestError> {
+        key_length("cache_salt", self.cache_salt.as_ref())?;
+        key_length("lora_name", self.lora_name.as_ref())?;
+        if self.multimodal.len() > MAX_MULTIMODAL_ITEMS {
+            let (items, limit) = (self.multimodal.len(), MAX_MULTIMODAL_ITEMS);
+            return Err(RequestError::TooManyMultimodalItems { items, limit });
+        }
         let prompt_tokens = self.prompt.len() as u64;
         for item in &self.multimodal {
+            key_length("multimodal.identifier", Some(&item.identifier))?;
             let (start, end) = (u64::from(item.offset), u64::from(item.offset) + u64::from(item.num_tokens));
             if end > prompt_tokens || item.num_tokens == 0 {
                 let identifier = item.identifier.to_string();
@@ -401,5 +448,13 @@ impl Request {
             return Err(RequestError::NoTokenLeft { vocab_size: config.vocab_size });
         }
         Ok(())
+    }
+}
+
+/// Refuses a text that is too long to be part of a block's name.
+fn key_length(field: &'static str, text: Option<&Arc<str>>) -> Result<(), RequestError> {
+    match text.map(|text| text.len()) {
+        Some(bytes) if bytes > MAX_KEY_BYTES => Err(RequestError::TextTooLong { field, bytes, limit: MAX_KEY_BYTES }),
+        _ => Ok(()),
     }
 }

@@ -83,20 +83,26 @@ impl fmt::Display for EngineTime {
     }
 }
 
-/// Durations in JSON: milliseconds, fractions allowed.
+/// Durations in JSON: milliseconds, fractions allowed, up to [`Duration::MAX`].
 #[cfg(feature = "serde")]
 pub(crate) mod duration_ms {
     use serde::{Deserialize, Deserializer, Serializer, de::Error};
     use std::time::Duration;
+
+    /// What [`Duration::MAX`] is as a double: a second more, for want of digits.
+    const MAX_SECS: f64 = u64::MAX as f64;
 
     pub(crate) fn serialize<S: Serializer>(value: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.serialize_f64(value.as_secs_f64() * 1e3)
     }
 
     pub(crate) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Duration, D::Error> {
-        let millis = f64::deserialize(deserializer)?;
-        Duration::try_from_secs_f64(millis / 1e3)
-            .map_err(|_| D::Error::custom("must be a number of milliseconds, at least 0 and finite"))
+        let seconds = f64::deserialize(deserializer)? / 1e3;
+        if seconds == MAX_SECS {
+            return Ok(Duration::MAX);
+        }
+        let allowed = || format!("must be a number of milliseconds from 0 to {:e}", MAX_SECS * 1e3);
+        Duration::try_from_secs_f64(seconds).map_err(|_| D::Error::custom(allowed()))
     }
 }
 

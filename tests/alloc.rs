@@ -3,13 +3,13 @@
 #![expect(unsafe_code, reason = "a global allocator cannot be written without")]
 
 use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use standin::timing::TimingConfig;
 use standin::{
-    EngineConfig, EngineKind, LiveEngine, LiveRequest, OutputBuffering, Request, SchedulingState, Speedup,
-    SubmitOptions, VllmConfig,
+    Command, EngineConfig, EngineKind, EngineTime, LiveEngine, LiveRequest, OutputBuffering, Prompt, PromptSource,
+    Request, Scheduler, SchedulingState, SequenceId, SglangConfig, Speedup, Submission, SubmitOptions, VllmConfig,
 };
 
 /// The system's allocator, with a tally.
@@ -17,10 +17,14 @@ struct Counting;
 
 static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
 static LIVE_BYTES: AtomicI64 = AtomicI64::new(0);
+static PEAK_BYTES: AtomicI64 = AtomicI64::new(0);
+/// The tally is one for all threads: one test at a time.
+static ALONE: Mutex<()> = Mutex::new(());
 
 fn tally(allocations: u64, bytes: i64) {
     ALLOCATIONS.fetch_add(allocations, Ordering::Relaxed);
-    LIVE_BYTES.fetch_add(bytes, Ordering::Relaxed);
+    let live = LIVE_BYTES.fetch_add(bytes, Ordering::Relaxed) + bytes;
+    PEAK_BYTES.fetch_max(live, Ordering::Relaxed);
 }
 
 // SAFETY: all is passed on to the system's allocator as it is.
@@ -95,10 +99,12 @@ impl Cost {
     }
 }
 
-/// One test, for the tally is one for all threads. The caller's own data are the prompts and the streams'
+/// The caller's own data are the prompts and the streams'
 /// handles; what the engine keeps in common (pages, queues, the pool) counts as the requests'.
 #[tokio::test(start_paused = true)]
+#[expect(clippy::await_holding_lock, reason = "the runtime has one thread, and nobody in it wants the lock")]
 async fn a_request_costs_at_most_4_kb_and_8_allocations_and_a_token_none() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let engine = engine();
     let prompt = |n: u32| (0..PROMPT as u32).map(|i| n * 100 + i).collect();
     let prompts: Vec<Arc<[u32]>> = (0..REQUESTS as u32).map(prompt).collect();
@@ -129,4 +135,63 @@ async fn a_request_costs_at_most_4_kb_and_8_allocations_and_a_token_none() {
     }
     assert!(left_behind[4] - left_behind[3] < 1_024, "once all of the pool was used, memory is flat: {left_behind:?}");
     engine.shutdown().await.expect("a clean end");
+}
+
+/// A prompt that nobody holds: its tokens are their positions.
+#[derive(Debug)]
+struct Positions(usize);
+
+impl PromptSource for Positions {
+    fn num_tokens(&self) -> usize {
+        self.0
+    }
+
+    fn fill(&self, start: usize, out: &mut [u32]) {
+        out.iter_mut().zip(start..).for_each(|(token, position)| *token = position as u32);
+    }
+}
+
+/// Where the model's length allows a prompt of ten million tokens, it costs bytes that grow with its blocks alone; with
+/// SGLang also its tokens, which the prefix tree keeps. Blocks of one token are tried with a million of them.
+#[test]
+fn a_prompt_of_ten_million_tokens_costs_a_few_bytes_a_token() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let vllm = |tokens: u32, block_size: u32| {
+        let vllm = VllmConfig::default().with_block_size(block_size).with_num_gpu_blocks(tokens / block_size + 9);
+        (tokens, EngineKind::Vllm(vllm))
+    };
+    let sglang = |tokens: u32, page_size: u32| {
+        let sglang =
+            SglangConfig::default().with_page_size(page_size).with_max_total_tokens(tokens + 9 * page_size + 9);
+        (tokens, EngineKind::Sglang(sglang))
+    };
+    // Bytes for each token of the prompt, at the most.
+    let rows = [
+        (vllm(10_000_000, 16), 10.0),
+        (vllm(1_000_000, 1), 150.0),
+        (sglang(10_000_000, 64), 8.0),
+        (sglang(1_000_000, 1), 20.0),
+    ];
+    for ((prompt_tokens, kind), most) in rows {
+        let what = format!("{prompt_tokens} tokens in blocks of {}", kind.block_size());
+        let config =
+            EngineConfig::new(kind).with_max_model_len(prompt_tokens + 5).with_timing(TimingConfig::ConstantMs(1.0));
+        let mut scheduler = Scheduler::new(&config).expect("valid");
+        let before = counted().1;
+        PEAK_BYTES.store(before, Ordering::Relaxed);
+        let request = Request::new(Prompt::Lazy(Arc::new(Positions(prompt_tokens as usize))), 3);
+        assert_eq!(request.validate(&config), Ok(()));
+        let submission = Submission { sequence: SequenceId(0), tie_key: 0, request };
+        scheduler.apply(Command::Submit(submission), EngineTime::ZERO).expect("valid");
+        let (mut now, mut tokens) = (EngineTime::ZERO, 0);
+        while let Some(pass) = scheduler.begin_pass(now) {
+            now = pass.ends_at();
+            let effects = scheduler.finish_pass(pass, now);
+            tokens += effects.outputs.len();
+            scheduler.recycle(effects);
+        }
+        let bytes = (PEAK_BYTES.load(Ordering::Relaxed) - before) as f64 / f64::from(prompt_tokens);
+        println!("{what}: {bytes:.1} bytes a token");
+        assert!(tokens == 3 && bytes <= most, "{what}: {tokens} outputs, {bytes} bytes for each");
+    }
 }

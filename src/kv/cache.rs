@@ -15,12 +15,12 @@ const HASHED_AHEAD: u32 = 32;
 
 /// Blocks that a sequence's lists have room for beside those that it needs: with 16 tokens a block, enough
 /// for most outputs, so that the lists of most sequences are allocated once.
-const SPARE_BLOCKS: u32 = 32;
+const SPARE_BLOCKS: usize = 32;
 
 /// Makes room for `more` elements, and for some that will follow them.
 fn make_room<T>(list: &mut Vec<T>, more: u32) {
     if list.capacity() - list.len() < more as usize {
-        list.reserve((more + SPARE_BLOCKS) as usize);
+        list.reserve(more as usize + SPARE_BLOCKS);
     }
 }
 

@@ -9,6 +9,9 @@ use crate::time::EngineTime;
 /// What Tokio's timers count in.
 const TICK: Duration = Duration::from_millis(1);
 
+/// Further than any run goes: a hundred years.
+const FAR: Duration = Duration::from_secs(100 * 365 * 24 * 60 * 60);
+
 /// Maps engine time to Tokio's clock.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Clock {
@@ -25,9 +28,10 @@ impl Clock {
         EngineTime::from(tokio_now().saturating_duration_since(self.epoch))
     }
 
-    /// The instant of an engine time.
+    /// The instant of an engine time. Where Tokio's clock does not reach so far it is as far as anybody waits:
+    /// whoever wakes up there finds that it is not time yet.
     pub(super) fn instant(&self, at: EngineTime) -> Instant {
-        self.epoch + at.since_epoch()
+        self.epoch.checked_add(at.since_epoch()).unwrap_or_else(|| tokio_now() + FAR)
     }
 
     /// The deadline for a timer that is set now and is to fire at `due`, or less than a tick after it.

@@ -45,7 +45,7 @@ impl Distribution {
         self.add_many(duration, 1);
     }
 
-    /// Adds a duration `count` times.
+    /// Adds a duration `count` times. Counts saturate at the end of a `u64`.
     pub fn add_many(&mut self, duration: Duration, count: u64) {
         if count == 0 {
             return;
@@ -56,8 +56,8 @@ impl Distribution {
             self.sorted = self.counts();
             self.recent.clear();
         }
-        self.count += count;
-        self.sum_nanos += u128::from(nanos) * u128::from(count);
+        self.count = self.count.saturating_add(count);
+        self.sum_nanos = self.sum_nanos.saturating_add(u128::from(nanos) * u128::from(count));
     }
 
     /// How many durations it holds.
@@ -75,7 +75,7 @@ impl Distribution {
         counts.sort_by_key(|&(nanos, _)| nanos);
         counts.dedup_by(|(later, count), (nanos, total)| {
             let same = later == nanos;
-            *total += if same { *count } else { 0 };
+            *total = total.saturating_add(if same { *count } else { 0 });
             same
         });
         counts

@@ -114,16 +114,19 @@ impl<B: HeldBlocks> Sequence<B> {
     /// The sequence of a request that was checked ([`Request::validate_core`]), waiting for its arrival.
     pub(crate) fn new(submission: Submission, config: &EngineConfig, arrival: EngineTime, key: ArrivalKey) -> Self {
         let Submission { sequence, tie_key, request } = submission;
+        // Both were checked. A lazy prompt that says another length now than it did then gets one that can be lived with.
+        let most = config.max_model_len - 1;
+        let num_prompt = u32::try_from(request.prompt.len()).unwrap_or(u32::MAX).clamp(1, most);
+        let output_limit = request.output_limit(config.max_model_len).clamp(1, config.max_model_len - num_prompt);
         Self {
             id: sequence,
             life: Life::Arriving { key },
             throttled: false,
             mid_prefill: false,
             quiet_until: 0,
-            // Checked: below max_model_len, a u32.
-            num_prompt: request.prompt.len() as u32,
+            num_prompt,
             num_output: 0,
-            output_limit: request.output_limit(config.max_model_len),
+            output_limit,
             num_computed: 0,
             num_cached: 0,
             num_preemptions: 0,
@@ -138,7 +141,7 @@ impl<B: HeldBlocks> Sequence<B> {
             queued_at: 0,
             short_of: 0,
             remote: None,
-            content: Content::new(request, tie_key, config),
+            content: Content::new(request, num_prompt as usize, tie_key, config),
         }
     }
 
@@ -198,6 +201,8 @@ impl<B: HeldBlocks> Sequence<B> {
 #[derive(Debug)]
 pub(crate) struct Content {
     prompt: Prompt,
+    /// The prompt's length, asked for once.
+    num_prompt: usize,
     output: OutputTokens,
     /// The first output token, where it was sampled by another engine.
     carried: Option<u32>,
@@ -207,19 +212,17 @@ pub(crate) struct Content {
 #[derive(Debug)]
 enum OutputTokens {
     /// The forbidden tokens hold every stop and end token, so a generated token never stops.
-    Generated {
-        generator: TokenGenerator,
-        forbidden: Box<[u32]>,
-    },
+    Generated { generator: TokenGenerator, forbidden: Box<[u32]> },
     Planned {
         tokens: Arc<[u32]>,
         eos: Option<u32>,
+        /// Sorted.
         stop: Box<[u32]>,
     },
 }
 
 impl Content {
-    fn new(request: Request, tie_key: u128, config: &EngineConfig) -> Self {
+    fn new(request: Request, num_prompt: usize, tie_key: u128, config: &EngineConfig) -> Self {
         let extra_keys = ExtraKeys::of(&request);
         let output = match &request.output {
             OutputPlan::Generated => OutputTokens::Generated {
@@ -229,10 +232,10 @@ impl Content {
             OutputPlan::Tokens(tokens) => OutputTokens::Planned {
                 tokens: Arc::clone(tokens),
                 eos: request.effective_eos(),
-                stop: request.stop_token_ids.as_slice().into(),
+                stop: sorted(&request.stop_token_ids),
             },
         };
-        Self { prompt: request.prompt, output, carried: None, extra_keys }
+        Self { prompt: request.prompt, num_prompt, output, carried: None, extra_keys }
     }
 
     /// Sets the first output token, which another engine has sampled. Why the sequence ends with it, if it
@@ -241,7 +244,7 @@ impl Content {
         self.carried = Some(token);
         match &self.output {
             OutputTokens::Planned { eos, .. } if *eos == Some(token) => Some(FinishReason::Stop { stop_token: None }),
-            OutputTokens::Planned { stop, .. } if stop.contains(&token) => {
+            OutputTokens::Planned { stop, .. } if stop.binary_search(&token).is_ok() => {
                 Some(FinishReason::Stop { stop_token: Some(token) })
             }
             _ => None,
@@ -263,7 +266,8 @@ impl Content {
                 let finish = if *eos == Some(token) {
                     Some(FinishReason::Stop { stop_token: None })
                 } else {
-                    stop.contains(&token).then_some(FinishReason::Stop { stop_token: Some(token) })
+                    let stops = stop.binary_search(&token).is_ok();
+                    stops.then_some(FinishReason::Stop { stop_token: Some(token) })
                 };
                 (token, finish)
             }
@@ -280,15 +284,21 @@ impl Content {
     }
 }
 
+fn sorted(tokens: &[u32]) -> Box<[u32]> {
+    let mut sorted: Box<[u32]> = tokens.into();
+    sorted.sort_unstable();
+    sorted
+}
+
 impl BlockContent for Content {
     fn fill(&self, start: usize, out: &mut [u32]) {
-        let in_prompt = self.prompt.len().saturating_sub(start).min(out.len());
+        let in_prompt = self.num_prompt.saturating_sub(start).min(out.len());
         let (prompt, output) = out.split_at_mut(in_prompt);
         if !prompt.is_empty() {
-            self.prompt.fill(start, prompt);
+            self.prompt.fill_within(start, prompt);
         }
         // Positions lie below max_model_len, a u32.
-        let first = (start + in_prompt).saturating_sub(self.prompt.len()) as u32;
+        let first = (start + in_prompt).saturating_sub(self.num_prompt) as u32;
         match &self.output {
             OutputTokens::Generated { generator, forbidden } => {
                 for (token, position) in output.iter_mut().zip(first..) {
@@ -306,7 +316,7 @@ impl BlockContent for Content {
     }
 
     fn key(&self, start: usize, len: usize) -> Option<u64> {
-        if start + len <= self.prompt.len() { self.prompt.content_key(start, len) } else { None }
+        if start + len <= self.num_prompt { self.prompt.content_key(start, len) } else { None }
     }
 
     fn extra_keys(&self) -> &ExtraKeys {

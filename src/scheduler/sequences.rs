@@ -49,12 +49,12 @@ impl<B> Sequences<B> {
 
     /// The sequence, unless it has been removed.
     pub(crate) fn get(&self, handle: Handle) -> Option<&Sequence<B>> {
-        self.slots[handle.slot as usize].as_ref().filter(|sequence| sequence.id == handle.sequence)
+        self.slots.get(handle.slot as usize)?.as_ref().filter(|sequence| sequence.id == handle.sequence)
     }
 
     /// The sequence, unless it has been removed.
     pub(crate) fn get_mut(&mut self, handle: Handle) -> Option<&mut Sequence<B>> {
-        self.slots[handle.slot as usize].as_mut().filter(|sequence| sequence.id == handle.sequence)
+        self.slots.get_mut(handle.slot as usize)?.as_mut().filter(|sequence| sequence.id == handle.sequence)
     }
 
     /// Removes a sequence and frees its slot.

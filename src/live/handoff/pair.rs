@@ -111,11 +111,18 @@ impl LiveHandoff {
         request: Request,
     ) -> Result<LiveHandoffStream, StartHandoffError> {
         let config = self.config_for(decode)?;
+        config.validate()?;
+        if let Some((rates, _)) = self.faults {
+            rates.validate()?;
+        }
         let (registration, destination_stream) =
             decode.prepare_request_with(request.clone(), self.options).map_err(StartHandoffError::Decode)?;
+        // Dropped before its stream, a registration ends its route at once: the id is free again.
+        let registration = registration;
         let first = request.with_id(destination_stream.id()).prefill_part();
         let (prefill_registration, source_stream) =
             prefill.prepare_request(first).map_err(StartHandoffError::Prefill)?;
+        let prefill_registration = prefill_registration;
         let id = HandoffId(destination_stream.id());
         let route = Arc::clone(&registration.route);
         let source = LiveHandoffSide::source(prefill.register_handoff(id)?, prefill_registration);

@@ -72,7 +72,7 @@ impl OfflineRun {
         Self { config, workers: 1, router: Router::default() }
     }
 
-    /// Sets the number of engines, at least 1.
+    /// Sets the number of engines, 1 to 65,536.
     #[must_use]
     pub fn with_workers(mut self, workers: usize) -> Self {
         self.workers = workers;
@@ -98,8 +98,8 @@ impl OfflineRun {
         trace: impl IntoIterator<Item = Result<TraceRequest, TraceError>>,
     ) -> Result<Report, OfflineError> {
         self.config.validate()?;
-        if self.workers == 0 {
-            return Err(ConfigError::new("workers", 0, "at least 1").into());
+        if !(1..=MAX_WORKERS).contains(&self.workers) {
+            return Err(ConfigError::new("workers", self.workers, format!("from 1 to {MAX_WORKERS}")).into());
         }
         let mut fleet = Fleet::new(self)?;
         for request in trace {
@@ -108,6 +108,9 @@ impl OfflineRun {
         fleet.finish()
     }
 }
+
+/// The most engines of a run. Each costs some kilobytes before it has done anything.
+const MAX_WORKERS: usize = 65_536;
 
 /// Requests that an engine is given before it is let run, where nobody looks at it meanwhile: what it works
 /// with stays in the processor's caches for so long.
@@ -152,7 +155,9 @@ impl<'a> Fleet<'a> {
         let chosen = self.routing.choose(prompt_tokens, &hash_ids, self.workers.iter().map(Worker::load));
         self.cache.observe(prompt_tokens, &hash_ids, TRACE_BLOCK_TOKENS);
         let worker = &mut self.workers[chosen];
-        worker.submit(self.submitted, request, arrival);
+        if !worker.submit(self.submitted, request, arrival, prompt_tokens) {
+            return self.recorder.refused();
+        }
         self.submitted += 1;
         if worker.num_ahead() == AHEAD {
             worker.advance(arrival, &mut self.recorder);

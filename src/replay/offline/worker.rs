@@ -53,20 +53,24 @@ impl Worker {
         metrics.num_preemptions += self.counts.1;
     }
 
-    /// Takes a request in. It was validated against the configuration, and `number` is new.
-    pub(super) fn submit(&mut self, number: u64, request: Request, arrival: EngineTime) {
+    /// Takes a request in, which was validated against the configuration, under a new number. `false`: it was refused
+    /// all the same, as its prompt says another length now.
+    #[must_use]
+    pub(super) fn submit(&mut self, number: u64, request: Request, arrival: EngineTime, prompt_tokens: u32) -> bool {
         let sequence = SequenceId(number);
-        let prompt_tokens = u32::try_from(request.prompt.len()).expect("validated: below max_model_len, a u32");
         let submission = Submission { sequence, tie_key: number.into(), request };
-        self.scheduler.apply(Command::Submit(submission), arrival).expect("a valid request under a new number");
+        if self.scheduler.apply(Command::Submit(submission), arrival).is_err() {
+            return false;
+        }
         self.records.insert(sequence, RequestRecord::new(arrival, prompt_tokens));
         self.num_ahead += 1;
         self.load.active_requests += 1;
         self.load.held_tokens += u64::from(prompt_tokens);
+        true
     }
 
     /// Carries out everything up to the boundaries at `to`. Who arrives at `to` has yet to be submitted, so
-    /// an idle engine does not begin there.
+    /// an idle engine does not begin there; but for the end of time, after which nobody comes.
     pub(super) fn advance(&mut self, to: EngineTime, recorder: &mut Recorder) {
         self.num_ahead = 0;
         loop {
@@ -82,7 +86,7 @@ impl Worker {
                 return;
             }
             match self.scheduler.next_deadline() {
-                Some(arrival) if arrival < to => {
+                Some(arrival) if arrival < to || to == EngineTime::MAX => {
                     self.begin(arrival.max(self.free_at));
                     if self.in_flight.is_none() && self.scheduler.next_deadline() == Some(arrival) {
                         return;

@@ -53,7 +53,8 @@ impl Replay<'_> {
             ConnectorCall::Allocated { sequence, blocks, external_tokens } => {
                 let add = self.add_of(sequence);
                 if let Some(after) = add.recv_after.filter(|_| external_tokens > 0 && add.load_async) {
-                    self.connector.loads.push((step + after, sequence));
+                    // The last step of all is never reached.
+                    self.connector.loads.push((step.saturating_add(after), sequence));
                 }
                 Call::UpdateStateAfterAlloc {
                     id: self.id(sequence),
@@ -64,7 +65,7 @@ impl Replay<'_> {
             ConnectorCall::Finished { sequence, finish, blocks, computed_tokens, kept } => {
                 let add = self.add_of(sequence);
                 if let Some(after) = add.sent_after.filter(|_| kept) {
-                    self.connector.sends.push((step + after, sequence));
+                    self.connector.sends.push((step.saturating_add(after), sequence));
                 }
                 if kept {
                     self.params.push((sequence, blocks.clone(), computed_tokens));

@@ -1,9 +1,12 @@
 //! The scenario line of a recording: configuration and timed inputs.
 
+use std::ops::Range;
 use std::time::Duration;
 
+use rustc_hash::{FxHashMap, FxHashSet};
 use serde::Deserialize;
 
+use super::{Senseless, check_output_tokens};
 use crate::config::{EngineConfig, EngineKind, FirstToken, LoadFailurePolicy, TieVictim, VllmConfig, VllmPolicy};
 use crate::request::KvCacheReportMode;
 use crate::scheduler::KeepBlocks;
@@ -24,6 +27,40 @@ pub(super) struct Scenario {
     pub(super) max_steps: u32,
     /// In the order in which they are applied.
     pub(super) inputs: Vec<Input>,
+}
+
+impl Scenario {
+    /// Whether the inputs are in phases in which an engine can be given them, and about requests that there are.
+    pub(super) fn check(&self) -> Result<(), Senseless> {
+        let mut added = FxHashMap::default();
+        for input in &self.inputs {
+            if let Input::Add(add) = input {
+                let first: &mut u32 = added.entry(add.id.as_str()).or_insert(add.step);
+                *first = add.step.min(*first);
+            }
+        }
+        let mut reported = FxHashSet::default();
+        for (index, input) in self.inputs.iter().enumerate() {
+            let is_report = matches!(input, Input::KvDone(_));
+            if is_report != (input.when().1 == Phase::Output) {
+                let allowed = if is_report { "output" } else { "pre or mid" };
+                return Err(Senseless::input(index, "phase", format!("must be {allowed}")));
+            }
+            let Input::KvDone(done) = input else { continue };
+            if !reported.insert(done.step) {
+                return Err(Senseless::input(index, "step", format!("step {} has a report already", done.step)));
+            }
+            let unknown = |id: &&str| added.get(id).is_none_or(|step| *step > done.step);
+            if let Some(id) = done.ids().find(unknown) {
+                return Err(Senseless::input(index, "op", format!("no request {id:?} has been added by then")));
+            }
+        }
+        let adds = self.inputs.iter().enumerate().filter_map(|(index, input)| match input {
+            Input::Add(add) => Some((index, add.output_range(self.config.max_model_len).end)),
+            _ => None,
+        });
+        check_output_tokens(adds)
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
@@ -223,9 +260,11 @@ impl Add {
 
     /// All tokens that it can produce; `max_model_len` keeps a large `max_tokens` from being built.
     pub(super) fn output_tokens(&self, max_model_len: u32) -> Vec<u32> {
+        self.output_range(max_model_len).map(|position| self.output_token(position)).collect()
+    }
+
+    fn output_range(&self, max_model_len: u32) -> Range<u32> {
         output_tokens(self.max_tokens, max_model_len, self.prompt_token_ids.len())
-            .map(|position| self.output_token(position))
-            .collect()
     }
 }
 
@@ -235,7 +274,7 @@ pub(super) fn output_token(given: &[u32], position: u32) -> u32 {
 }
 
 /// The positions of an output: at the most those for which there is room behind the prompt, at least one.
-pub(super) fn output_tokens(max_tokens: u32, max_model_len: u32, prompt_tokens: usize) -> std::ops::Range<u32> {
+pub(super) fn output_tokens(max_tokens: u32, max_model_len: u32, prompt_tokens: usize) -> Range<u32> {
     let room = (max_model_len as usize).saturating_sub(prompt_tokens).max(1);
     // `room` is at most a u32.
     0..max_tokens.min(room as u32)
@@ -278,6 +317,14 @@ pub(super) struct KvDone {
     pub(super) failed: Vec<String>,
     /// By id and index of the block in its request.
     pub(super) invalid_blocks: Vec<(String, u32)>,
+}
+
+impl KvDone {
+    /// All requests that it is about.
+    fn ids(&self) -> impl Iterator<Item = &str> {
+        let invalid = self.invalid_blocks.iter().map(|(id, _)| id);
+        self.sent.iter().chain(&self.received).chain(&self.failed).chain(invalid).map(String::as_str)
+    }
 }
 
 /// Whether transfers in flight will free blocks.

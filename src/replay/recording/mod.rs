@@ -24,8 +24,8 @@ mod sglang;
 mod step;
 mod updated;
 
-use std::fs;
-use std::io;
+use std::fs::{self, File};
+use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
@@ -34,6 +34,8 @@ use serde::de::DeserializeOwned;
 pub use check::{Disagreement, Mismatch, Place};
 pub use difference::Difference;
 
+use crate::error::json_path;
+use crate::request::MAX_OUTPUT_TOKENS;
 use check::StepLine;
 use input::Scenario;
 use step::{End, Step};
@@ -42,6 +44,9 @@ use step::{End, Step};
 const VLLM: &str = "vllm-oracle/1";
 const VLLM_CONNECTOR: &str = "vllm-oracle-pd/1";
 const SGLANG: &str = "sglang-oracle/1";
+
+/// The largest file that is read. The largest recording there is has a thirtieth of that.
+const MAX_FILE_BYTES: u64 = 16 << 20;
 
 /// One scenario and what a real engine made of it.
 #[derive(Debug, Clone, PartialEq)]
@@ -105,12 +110,20 @@ struct Header {
 }
 
 impl Recording {
-    /// Reads a recording from a file.
+    /// Reads a recording from a file of at most 16 MiB.
     ///
     /// # Errors
     /// What is wrong with the file, by line and field; or the feature that it would need.
     pub fn read(path: &Path) -> Result<Self, ReadError> {
-        Self::parse(path, &fs::read_to_string(path).map_err(|error| unreadable(path, &error))?)
+        let mut text = String::new();
+        // One byte more tells a file that is too large; without a limit one without an end would fill the memory.
+        let read = File::open(path).and_then(|file| file.take(MAX_FILE_BYTES + 1).read_to_string(&mut text));
+        read.map_err(|error| unreadable(path, &error))?;
+        if text.len() as u64 > MAX_FILE_BYTES {
+            let error = io::Error::other(format!("the file is larger than {MAX_FILE_BYTES} bytes"));
+            return Err(unreadable(path, &error));
+        }
+        Self::parse(path, &text)
     }
 
     /// Reads a recording from text; `path` is only named in errors.
@@ -126,11 +139,16 @@ impl Recording {
         if let Some(feature) = unsupported(&header.format) {
             return Err(ReadError::NotSupported { path: path.to_owned(), feature });
         }
-        let lines = if header.format == SGLANG {
-            Lines::Sglang(Recorded::read(path, first, steps, last)?)
+        let (lines, sense) = if header.format == SGLANG {
+            let recorded = Recorded::<sglang::Scenario, _, _>::read(path, first, steps, last)?;
+            let sense = recorded.scenario.check();
+            (Lines::Sglang(recorded), sense)
         } else {
-            Lines::Vllm(Recorded::read(path, first, steps, last)?)
+            let recorded = Recorded::<Scenario, _, _>::read(path, first, steps, last)?;
+            let sense = recorded.scenario.check();
+            (Lines::Vllm(recorded), sense)
         };
+        sense.map_err(|Senseless { field, message }| line_error(path, 1, field, message))?;
         Ok(Self { lines })
     }
 
@@ -151,6 +169,33 @@ impl Recording {
             Lines::Sglang(recorded) => recorded.steps.len(),
         }
     }
+}
+
+/// An input that cannot be, as no engine would have been given it.
+struct Senseless {
+    field: String,
+    message: String,
+}
+
+impl Senseless {
+    fn input(index: usize, field: &str, message: impl Into<String>) -> Self {
+        Self { field: format!("inputs[{index}].{field}"), message: message.into() }
+    }
+}
+
+/// Refuses inputs that ask for more output tokens than the longest request may have, all together: they are
+/// held in memory, 4 bytes each. The index of an input, and how many it asks for.
+fn check_output_tokens(asked: impl Iterator<Item = (usize, u32)>) -> Result<(), Senseless> {
+    let mut total = 0;
+    for (index, tokens) in asked {
+        total += u64::from(tokens);
+        if total > u64::from(MAX_OUTPUT_TOKENS) {
+            let message =
+                format!("{total} output tokens so far: all inputs may have MAX_OUTPUT_TOKENS = {MAX_OUTPUT_TOKENS}");
+            return Err(Senseless::input(index, "max_tokens", message));
+        }
+    }
+    Ok(())
 }
 
 impl<S: DeserializeOwned, T: DeserializeOwned + StepLine, E: DeserializeOwned> Recorded<S, T, E> {
@@ -204,7 +249,7 @@ fn unsupported(format: &str) -> Option<String> {
 fn read_line<T: DeserializeOwned>(path: &Path, line: usize, text: &str) -> Result<T, ReadError> {
     let mut reader = serde_json::Deserializer::from_str(text);
     let value = serde_path_to_error::deserialize(&mut reader)
-        .map_err(|error| line_error(path, line, error.path().to_string(), error.inner().to_string()))?;
+        .map_err(|error| line_error(path, line, json_path(error.path()), error.inner().to_string()))?;
     reader.end().map_err(|error| line_error(path, line, "(end of line)", error.to_string()))?;
     Ok(value)
 }

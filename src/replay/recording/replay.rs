@@ -1,6 +1,6 @@
 //! Runs a scenario through the pure core and writes down what it decides, in a recording's own types.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use rustc_hash::FxHashMap;
@@ -25,6 +25,7 @@ const FREE_QUEUE_SHOWN: usize = 64;
 #[derive(Debug)]
 pub(super) struct Replay<'a> {
     scenario: &'a Scenario,
+    inputs: Inputs<'a>,
     pub(super) scheduler: Scheduler,
     now: EngineTime,
     pub(super) step: u32,
@@ -38,6 +39,42 @@ pub(super) struct Replay<'a> {
     pub(super) params: Vec<(SequenceId, Vec<u32>, u32)>,
     pub(super) reset_preempted: Vec<SequenceId>,
     pub(super) metrics: EngineMetrics,
+}
+
+/// The inputs of a scenario, found without a look at all of them.
+#[derive(Debug, Default)]
+struct Inputs<'a> {
+    by_step: BTreeMap<u32, Vec<&'a Input>>,
+    /// Ids and arrivals of all requests, sorted.
+    ids: Vec<&'a str>,
+    arrivals: Vec<f64>,
+}
+
+impl<'a> Inputs<'a> {
+    fn new(inputs: &'a [Input]) -> Self {
+        let mut these = Self::default();
+        for input in inputs {
+            these.by_step.entry(input.when().0).or_default().push(input);
+            if let Input::Add(add) = input {
+                these.ids.push(&add.id);
+                these.arrivals.push(add.arrival_time);
+            }
+        }
+        these.ids.sort_unstable();
+        these.arrivals.sort_unstable_by(f64::total_cmp);
+        these
+    }
+
+    /// Those of one step, in order.
+    fn of(&self, step: u32) -> impl Iterator<Item = &'a Input> + use<'a> {
+        self.by_step.get(&step).cloned().unwrap_or_default().into_iter()
+    }
+
+    /// Ids are compared as strings and arrivals as seconds: their ranks have the same order.
+    fn ranks(&self, add: &Add) -> (u128, u64) {
+        let tie_key = self.ids.partition_point(|id| *id < add.id.as_str()) as u128;
+        (tie_key, self.arrivals.partition_point(|arrival| *arrival < add.arrival_time) as u64)
+    }
 }
 
 /// A request and the tokens that came out.
@@ -58,6 +95,7 @@ impl<'a> Replay<'a> {
         }
         Ok(Self {
             scenario,
+            inputs: Inputs::new(&scenario.inputs),
             scheduler,
             // Later than every arrival, which are ranks: the inputs alone say when a request is seen.
             now: EngineTime::from_nanos(scenario.inputs.len() as u64),
@@ -79,7 +117,7 @@ impl<'a> Replay<'a> {
 
     /// Whether no input is to come, no request is unfinished and no end is unreported.
     fn is_drained(&self) -> bool {
-        let to_come = self.scenario.inputs.iter().any(|input| input.when().0 >= self.step);
+        let to_come = self.inputs.by_step.range(self.step..).next().is_some();
         let unfinished = (0..self.requests.len() as u64).any(|index| self.is_unfinished(index));
         !to_come && !unfinished && !self.scheduler.view().has_work()
     }
@@ -121,9 +159,8 @@ impl<'a> Replay<'a> {
     }
 
     fn apply_report(&mut self) -> Result<Option<Report>, Disagreement> {
-        let when = (self.step, Phase::Output);
-        let done = self.scenario.inputs.iter().find_map(|input| match input {
-            Input::KvDone(done) if input.when() == when => Some(done),
+        let done = self.inputs.of(self.step).find_map(|input| match input {
+            Input::KvDone(done) => Some(done),
             _ => None,
         });
         let Some((transfers, report)) = self.take_report(done) else { return Ok(None) };
@@ -132,9 +169,7 @@ impl<'a> Replay<'a> {
     }
 
     fn apply_inputs(&mut self, phase: Phase) -> Result<Vec<Done>, Disagreement> {
-        let when = (self.step, phase);
-        let scenario = self.scenario;
-        scenario.inputs.iter().filter(|input| input.when() == when).map(|input| self.apply(input)).collect()
+        self.inputs.of(self.step).filter(|input| input.when().1 == phase).map(|input| self.apply(input)).collect()
     }
 
     fn apply(&mut self, input: &'a Input) -> Result<Done, Disagreement> {
@@ -184,12 +219,7 @@ impl<'a> Replay<'a> {
 
     fn add(&mut self, add: &'a Add) -> Result<(), Disagreement> {
         let sequence = SequenceId(self.requests.len() as u64);
-        let adds = || {
-            self.scenario.inputs.iter().filter_map(|input| if let Input::Add(add) = input { Some(add) } else { None })
-        };
-        // Ids are compared as strings and arrivals as seconds: their ranks have the same order.
-        let tie_key = adds().filter(|other| other.id < add.id).count() as u128;
-        let arrival = adds().filter(|other| other.arrival_time < add.arrival_time).count() as u64;
+        let (tie_key, arrival) = self.inputs.ranks(add);
         let mut request = Request::new(add.prompt_token_ids.clone(), add.max_tokens)
             .with_output_tokens(add.output_tokens(self.scenario.config.max_model_len))
             .with_arrival(EngineTime::from_nanos(arrival))

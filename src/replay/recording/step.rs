@@ -6,7 +6,9 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::marker::PhantomData;
 
+use serde::de::{Error, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
 use super::check::StepLine;
@@ -430,6 +432,7 @@ pub(super) struct End {
     /// In the order in which they were added.
     pub(super) unfinished: Vec<String>,
     /// All output tokens of every request.
+    #[serde(deserialize_with = "unique")]
     pub(super) outputs: BTreeMap<String, Vec<u32>>,
 }
 
@@ -447,6 +450,30 @@ pub(super) enum EndReason {
     Drained,
     /// The scenario's limit.
     MaxSteps,
+}
+
+/// A map in which no key comes twice; serde's own would keep the last of two.
+fn unique<'de, T: Deserialize<'de>, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<String, T>, D::Error> {
+    struct Unique<T>(PhantomData<T>);
+    impl<'de, T: Deserialize<'de>> Visitor<'de> for Unique<T> {
+        type Value = BTreeMap<String, T>;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("a map")
+        }
+
+        fn visit_map<A: MapAccess<'de>>(self, mut entries: A) -> Result<Self::Value, A::Error> {
+            let mut map = BTreeMap::new();
+            while let Some((key, value)) = entries.next_entry::<String, T>()? {
+                if map.contains_key(&key) {
+                    return Err(A::Error::custom(format!("{key:?} is there twice")));
+                }
+                map.insert(key, value);
+            }
+            Ok(map)
+        }
+    }
+    deserializer.deserialize_map(Unique(PhantomData))
 }
 
 /// A field that may be null but not left out; serde's default would take the one for the other.

@@ -34,6 +34,7 @@ pub use reader::{TraceFormat, TraceReader};
 
 use std::sync::Arc;
 
+use crate::error::shown;
 use crate::request::{Prompt, Request};
 use crate::time::EngineTime;
 
@@ -52,10 +53,11 @@ pub struct TraceRequest {
 }
 
 impl TraceRequest {
-    /// Tokens in the prompt.
+    /// Tokens in the prompt. The readers refuse prompts longer than a `u32`; one that was put in its place counts as
+    /// that.
     #[must_use]
     pub fn prompt_tokens(&self) -> u32 {
-        u32::try_from(self.prompt.len()).expect("the readers refuse longer prompts")
+        u32::try_from(self.prompt.len()).unwrap_or(u32::MAX)
     }
 }
 
@@ -76,9 +78,6 @@ struct Row {
     hash_ids: Vec<u64>,
 }
 
-/// Most characters of a value that an error repeats: a value may fill a whole line.
-const SHOWN_CHARS: usize = 60;
-
 /// What is wrong with a line; the reader adds file and line number.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Problem {
@@ -90,12 +89,7 @@ enum Problem {
 
 impl Problem {
     fn field(field: &'static str, value: impl ToString, allowed: impl Into<String>) -> Self {
-        let value = value.to_string();
-        let value = match value.char_indices().nth(SHOWN_CHARS) {
-            Some((end, _)) => format!("{}…", &value[..end]),
-            None => value,
-        };
-        Self::Field { field, value, allowed: allowed.into() }
+        Self::Field { field, value: shown(value.to_string()), allowed: allowed.into() }
     }
 }
 

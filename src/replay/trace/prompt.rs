@@ -66,7 +66,7 @@ impl PromptSource for TracePrompt {
     /// Within one block the tokens follow from the block's key and the position in it.
     fn content_key(&self, start: usize, len: usize) -> Option<u64> {
         let (block, offset) = (start / BLOCK, start % BLOCK);
-        if offset + len > BLOCK {
+        if len > BLOCK - offset {
             return None;
         }
         let (key, from_block_start) = self.key(block);

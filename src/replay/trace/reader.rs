@@ -178,19 +178,19 @@ impl<R: BufRead> TraceReader<R> {
     fn read_line(&mut self) -> Result<bool, TraceError> {
         self.buffer.clear();
         self.line += 1;
-        // One byte more than allowed tells a line that is too long from one that just fits.
-        let limit = MAX_LINE_BYTES as u64 + 1;
+        // Two bytes for the end of the line, one that tells a line that is too long from one that just fits.
+        let limit = MAX_LINE_BYTES as u64 + 3;
         if let Err(error) = (&mut self.input).take(limit).read_until(b'\n', &mut self.buffer) {
             self.ended = true;
             return Err(TraceError::Read { file: self.file.clone(), line: self.line, message: error.to_string() });
         }
+        let read = !self.buffer.is_empty();
+        self.buffer.pop_if(|last| *last == b'\n');
+        self.buffer.pop_if(|last| *last == b'\r');
         if self.buffer.len() > MAX_LINE_BYTES {
             self.ended = true;
             return Err(TraceError::LineTooLong { file: self.file.clone(), line: self.line, limit: MAX_LINE_BYTES });
         }
-        let read = !self.buffer.is_empty();
-        self.buffer.pop_if(|last| *last == b'\n');
-        self.buffer.pop_if(|last| *last == b'\r');
         Ok(read)
     }
 
@@ -216,13 +216,21 @@ impl<R: BufRead> TraceReader<R> {
             let allowed = format!("at least that of the row above, {}", from_start(self.last_nanos));
             return Err(Problem::field(field, from_start(row.at_nanos), allowed));
         }
-        // A row that goes back was refused above, so this is not before the origin.
-        let nanos = u64::try_from(row.at_nanos.saturating_sub(origin)).map_err(|_| {
-            let allowed = format!("at most {} ms from the start", u64::MAX / 1_000_000);
+        let beyond_time = || {
+            let mut allowed = format!("at most {} ms from the start", u64::MAX / 1_000_000);
+            if self.speed != 1.0 {
+                allowed += &format!(" after a division by speed = {}", self.speed);
+            }
             Problem::field(field, from_start(row.at_nanos), allowed)
-        })?;
+        };
+        // A row that goes back was refused above, so this is not before the origin.
+        let nanos = u64::try_from(row.at_nanos.saturating_sub(origin)).map_err(|_| beyond_time())?;
+        let arrival = EngineTime::ZERO + Speedup::Factor(self.speed).scale(Duration::from_nanos(nanos));
+        if arrival == EngineTime::MAX {
+            return Err(beyond_time());
+        }
         self.last_nanos = row.at_nanos;
-        Ok(EngineTime::ZERO + Speedup::Factor(self.speed).scale(Duration::from_nanos(nanos)))
+        Ok(arrival)
     }
 
     fn request(&mut self, row: Row, arrival: EngineTime) -> TraceRequest {

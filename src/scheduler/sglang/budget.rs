@@ -76,7 +76,7 @@ pub(super) struct Budget {
     /// Pool tokens that are spoken for, future output included.
     total_offset: f64,
     /// Pool tokens that this batch takes.
-    current_offset: u64,
+    current_offset: i64,
     /// Left of `max_prefill_tokens`.
     input: i64,
     /// Left of `chunked_prefill_size`.
@@ -90,7 +90,7 @@ impl Budget {
         Self {
             page_size: options.page_size,
             total_offset: f64::from(mixed) + offset,
-            current_offset: u64::from(mixed),
+            current_offset: i64::from(mixed),
             input: i64::from(options.max_prefill_tokens) - i64::from(mixed),
             chunk: options.chunked_prefill_size.map(|size| i64::from(size) - i64::from(mixed)),
         }
@@ -103,7 +103,7 @@ impl Budget {
 
     /// Pool tokens that this batch has not taken.
     pub(super) fn remaining_current(&self, kv: &RadixCache) -> i64 {
-        (kv.available_tokens() + kv.evictable_tokens()) as i64 - self.current_offset as i64
+        (kv.available_tokens() + kv.evictable_tokens()) as i64 - self.current_offset
     }
 
     /// Tokens of a batch that may be split, as far as they are limited.
@@ -113,22 +113,22 @@ impl Budget {
 
     /// Whether prompts that would exceed the limit of the batch are left for the next one.
     pub(super) fn exceeds_input(&self, tokens: u32) -> bool {
-        self.chunk.is_none() && i64::from(self.ceil(tokens)) >= self.input
+        self.chunk.is_none() && self.ceil(tokens) >= self.input
     }
 
-    /// Tokens rounded up to whole pages.
-    pub(super) fn ceil(&self, tokens: u32) -> u32 {
-        tokens.div_ceil(self.page_size) * self.page_size
+    /// Tokens rounded up to whole pages; twice a u32 at the most.
+    pub(super) fn ceil(&self, tokens: u32) -> i64 {
+        i64::from(tokens.div_ceil(self.page_size)) * i64::from(self.page_size)
     }
 
     /// Takes what an admitted sequence needs: the tokens that this pass computes, one page, and its output.
     pub(super) fn charge(&mut self, tokens: u32, max_new_tokens: u32) {
         let tokens = self.ceil(tokens);
-        let immediate = u64::from(tokens) + u64::from(self.page_size);
-        self.total_offset += (immediate + u64::from(max_new_tokens)) as f64;
+        let immediate = tokens + i64::from(self.page_size);
+        self.total_offset += (immediate + i64::from(max_new_tokens)) as f64;
         self.current_offset += immediate;
-        self.input -= i64::from(tokens);
-        self.chunk = self.chunk.map(|chunk| chunk - i64::from(tokens));
+        self.input -= tokens;
+        self.chunk = self.chunk.map(|chunk| chunk - tokens);
     }
 
     /// Gives back what a running sequence was expected to take.

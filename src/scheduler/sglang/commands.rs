@@ -3,7 +3,7 @@
 use crate::config::SchedulingState;
 use crate::error::CommandError;
 use crate::output::FinishReason;
-use crate::request::{OutputPlan, Request, SequenceId};
+use crate::request::{OutputPlan, SequenceId};
 use crate::scheduler::command::{Applied, ApplyResult, Cancelled, Command, Submission};
 use crate::scheduler::sequence::Life;
 use crate::scheduler::sequences::Handle;
@@ -46,10 +46,9 @@ impl SglangCore {
             // It switches off every stop token; generated tokens avoid them anyway.
             request.stop_token_ids.clear();
         }
-        let limit = self.output_limit(request);
         self.book.check(&submission)?;
         let handle = self.book.enter(submission, now);
-        self.book.sequences[handle].output_limit = limit;
+        self.book.sequences[handle].output_limit = self.output_limit(handle);
         Ok(Applied::Submitted)
     }
 
@@ -69,12 +68,13 @@ impl SglangCore {
 
     /// Output tokens at which a request ends: what it asks for, cut so that it fits the context (two short
     /// of it) and the empty pool (with a page and a token to spare). At least one is always produced.
-    fn output_limit(&self, request: &Request) -> u32 {
+    fn output_limit(&self, handle: Handle) -> u32 {
+        let sequence = &self.book.sequences[handle];
         let (page, pool) = (u64::from(self.kv.page_size()), self.kv.capacity_tokens());
-        let (prompt, context) = (request.prompt.len() as u64, u64::from(self.book.engine.max_model_len));
+        let (prompt, context) = (u64::from(sequence.num_prompt), u64::from(self.book.engine.max_model_len));
         let in_context = context.min(pool).saturating_sub(2 + prompt);
         let in_pool = pool.saturating_sub(prompt.next_multiple_of(page) + page + 1);
-        let asked = u64::from(request.output_limit(self.book.engine.max_model_len));
+        let asked = u64::from(sequence.output_limit);
         // At most `asked`, a u32.
         asked.min(in_context).min(in_pool).max(1) as u32
     }

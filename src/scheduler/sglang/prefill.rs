@@ -211,7 +211,7 @@ impl SglangCore {
         let whole =
             Admission { found, tokens: missing, max_new_tokens: clipped(sequence.output_limit), is_chunk: false };
         match batch.budget.chunk() {
-            Some(chunk) if i64::from(batch.budget.ceil(missing)) > chunk => {
+            Some(chunk) if batch.budget.ceil(missing) > chunk => {
                 // At most `missing`, a u32. Only one prompt is split at a time.
                 let tokens = chunk.max(0) as u32 / page_size * page_size;
                 if tokens == 0 || self.chunked.is_some() {
@@ -228,7 +228,7 @@ impl SglangCore {
     fn admission_of_known_length(&self, handle: Handle, batch: &mut Prefill<'_>) -> Result<Admission, Verdict> {
         let sequence = &self.book.sequences[handle];
         let missing = sequence.num_tokens();
-        let paged = i64::from(batch.budget.ceil(missing)) + i64::from(self.kv.page_size());
+        let paged = batch.budget.ceil(missing) + i64::from(self.kv.page_size());
         let remaining = batch.budget.remaining_current(&self.kv);
         if paged > remaining || paged as f64 > batch.budget.remaining_total(&self.kv) {
             return Err(Verdict::NoToken);

@@ -177,7 +177,8 @@ impl VllmCore {
     pub(super) fn heartbeat(&mut self, key: HandoffKey) -> ApplyResult {
         let Some((handle, source)) = self.book.handoffs.heartbeat(key)? else { return Ok(Applied::HandoffOver) };
         if source == SourceState::Held {
-            let ahead = self.options.kv_lease * 2 / 3;
+            // The longest leases end after time does, whatever they are multiplied by.
+            let ahead = self.options.kv_lease.saturating_mul(2) / 3;
             self.book.holds.extend(handle.sequence, self.book.now() + ahead);
         }
         Ok(Applied::Handoff)

@@ -1,9 +1,12 @@
 //! The scenario line: configuration and timed inputs.
 
+use std::ops::Range;
+
 use serde::Deserialize;
 
 use crate::config::{EngineConfig, EngineKind, RadixEvictionPolicy, SglangConfig, SglangPolicy};
 use crate::replay::recording::input::{ScenarioKind, output_token, output_tokens};
+use crate::replay::recording::{Senseless, check_output_tokens};
 use crate::timing::TimingConfig;
 
 /// What was recorded, and with which inputs.
@@ -21,6 +24,16 @@ pub(in crate::replay::recording) struct Scenario {
     pub(super) max_steps: u32,
     /// In the order in which they are applied.
     pub(super) inputs: Vec<Input>,
+}
+
+impl Scenario {
+    /// Whether the inputs ask for no more than can be held.
+    pub(in crate::replay::recording) fn check(&self) -> Result<(), Senseless> {
+        check_output_tokens(self.inputs.iter().enumerate().filter_map(|(index, input)| match input {
+            Input::Add(add) => Some((index, add.output_range(self.config.context_length).end)),
+            _ => None,
+        }))
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
@@ -120,9 +133,11 @@ pub(super) struct Add {
 impl Add {
     /// All tokens that it can produce in a context of this length.
     pub(super) fn output_tokens(&self, context_length: u32) -> Vec<u32> {
+        self.output_range(context_length).map(|position| output_token(&self.output_token_ids, position)).collect()
+    }
+
+    fn output_range(&self, context_length: u32) -> Range<u32> {
         output_tokens(self.max_tokens, context_length, self.prompt_token_ids.len())
-            .map(|position| output_token(&self.output_token_ids, position))
-            .collect()
     }
 }
 
