@@ -21,7 +21,7 @@ pub(crate) use setters;
 mod json;
 mod sglang;
 
-pub use sglang::{RadixEvictionPolicy, SglangConfig, SglangPolicy};
+pub use sglang::{DecodeAllocationPolicy, RadixEvictionPolicy, SglangConfig, SglangPolicy};
 
 /// How modelled time relates to engine time. Leases and time-outs are never divided.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -54,8 +54,8 @@ mod time;
 pub mod timing;
 
 pub use config::{
-    EngineConfig, EngineKind, FirstToken, LoadFailurePolicy, RadixEvictionPolicy, SchedulingState, SglangConfig,
-    SglangPolicy, Speedup, TieVictim, VllmConfig, VllmPolicy,
+    DecodeAllocationPolicy, EngineConfig, EngineKind, FirstToken, LoadFailurePolicy, RadixEvictionPolicy,
+    SchedulingState, SglangConfig, SglangPolicy, Speedup, TieVictim, VllmConfig, VllmPolicy,
 };
 pub use error::{CommandError, ConfigError, HandoffRefusal, RequestError};
 pub use handoff::{Coordinator, CoordinatorConfig, HandoffId, HandoffKey, TransferTiming, TransferTimingMode};

@@ -1,5 +1,7 @@
 //! Options of the SGLang kind.
 
+use std::time::Duration;
+
 use crate::error::ConfigError;
 
 /// The order in which SGLang tries waiting requests.
@@ -49,6 +51,17 @@ pub enum RadixEvictionPolicy {
     Slru,
 }
 
+/// When the decode side of a handoff reserves its pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(rename_all = "snake_case"))]
+pub enum DecodeAllocationPolicy {
+    /// Before the prefill side computes anything.
+    #[default]
+    Early,
+    /// When the prompt is computed: a long prefill holds no pages of the decode side meanwhile.
+    PrefillComplete,
+}
+
 /// Options of the SGLang kind, in SGLang's own words. The context length is
 /// [`crate::EngineConfig::max_model_len`].
 ///
@@ -94,6 +107,26 @@ pub struct SglangConfig {
     /// End a request that the empty pool cannot hold with [`crate::FinishReason::OutOfMemory`]. The
     /// real engine lets it wait for ever and block the queue; `false` does the same.
     pub end_outgrown_requests: bool,
+    /// Tokens that the decode side of a handoff keeps free for each request that runs or has pages, and for the
+    /// one that is to get some; at least 1, or two could take each other's pages for ever.
+    pub num_reserved_decode_tokens: u32,
+    /// When the decode side of a handoff reserves its pages. It sets which side
+    /// [`crate::CoordinatorConfig::of_kind`] asks first; the scheduler itself serves either order.
+    pub disaggregation_decode_allocation_policy: DecodeAllocationPolicy,
+    /// Find prefixes of transferred prompts in the prefix cache, and keep them there.
+    pub disaggregation_decode_enable_radix_cache: bool,
+    /// How long the pages of a source are held without a word of its transfer (`SGLANG_DISAGGREGATION_WAITING_TIMEOUT`,
+    /// 300 s). SGLang has no heartbeats per request; one extends this to at least ⅔ of it ahead. Engine time, never
+    /// divided by the speedup.
+    #[cfg_attr(
+        feature = "serde",
+        serde(rename = "disaggregation_waiting_timeout_ms", with = "crate::time::duration_ms")
+    )]
+    pub disaggregation_waiting_timeout: Duration,
+    /// How long the pages of a request that was given up during its transfer stay without a word of the transfer's
+    /// end (SGLang's deferred release: 30 s). Engine time, never divided by the speedup.
+    #[cfg_attr(feature = "serde", serde(rename = "transfer_guard_ms", with = "crate::time::duration_ms"))]
+    pub transfer_guard: Duration,
 }
 
 impl Default for SglangConfig {
@@ -115,6 +148,11 @@ impl Default for SglangConfig {
             prefill_max_requests: None,
             abort_after_next_forward: false,
             end_outgrown_requests: true,
+            num_reserved_decode_tokens: 512,
+            disaggregation_decode_allocation_policy: DecodeAllocationPolicy::Early,
+            disaggregation_decode_enable_radix_cache: false,
+            disaggregation_waiting_timeout: Duration::from_secs(300),
+            transfer_guard: Duration::from_secs(30),
         }
     }
 }
@@ -153,6 +191,16 @@ impl SglangConfig {
         with_abort_after_next_forward, abort_after_next_forward: bool;
         /// Sets `end_outgrown_requests`.
         with_end_outgrown_requests, end_outgrown_requests: bool;
+        /// Sets `num_reserved_decode_tokens`.
+        with_num_reserved_decode_tokens, num_reserved_decode_tokens: u32;
+        /// Sets `disaggregation_decode_allocation_policy`.
+        with_disaggregation_decode_allocation_policy, disaggregation_decode_allocation_policy: DecodeAllocationPolicy;
+        /// Sets `disaggregation_decode_enable_radix_cache`.
+        with_disaggregation_decode_enable_radix_cache, disaggregation_decode_enable_radix_cache: bool;
+        /// Sets `disaggregation_waiting_timeout`.
+        with_disaggregation_waiting_timeout, disaggregation_waiting_timeout: Duration;
+        /// Sets `transfer_guard`.
+        with_transfer_guard, transfer_guard: Duration;
     }
 
     /// Pages of the pool.
@@ -167,6 +215,7 @@ impl SglangConfig {
             ("max_prefill_tokens", Some(self.max_prefill_tokens)),
             ("chunked_prefill_size", self.chunked_prefill_size),
             ("prefill_max_requests", self.prefill_max_requests),
+            ("num_reserved_decode_tokens", Some(self.num_reserved_decode_tokens)),
         ];
         for (field, value) in at_least_1 {
             if value == Some(0) {
@@ -231,6 +280,7 @@ mod tests {
         let cases = [
             (sglang().with_page_size(0), "kind.sglang.page_size = 0: at least 1"),
             (sglang().with_chunked_prefill_size(Some(0)), "kind.sglang.chunked_prefill_size = 0: at least 1"),
+            (sglang().with_num_reserved_decode_tokens(0), "kind.sglang.num_reserved_decode_tokens = 0: at least 1"),
             (
                 sglang().with_page_size(64).with_max_total_tokens(127),
                 "kind.sglang.max_total_tokens = 127: at least two pages of page_size = 64",

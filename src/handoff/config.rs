@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::config::{EngineKind, FirstToken, Speedup, setters};
+use crate::config::{DecodeAllocationPolicy, EngineKind, FirstToken, Speedup, setters};
 use crate::error::ConfigError;
 
 /// Which side is asked first.
@@ -128,7 +128,13 @@ impl CoordinatorConfig {
     pub fn of_kind(kind: &EngineKind) -> Self {
         match kind {
             EngineKind::Vllm(options) => Self::vllm().with_first_token(options.first_token),
-            EngineKind::Sglang(_) => Self::sglang(),
+            EngineKind::Sglang(options) => match options.disaggregation_decode_allocation_policy {
+                DecodeAllocationPolicy::Early => Self::sglang(),
+                // No chunk can be sent before there are pages for it.
+                DecodeAllocationPolicy::PrefillComplete => {
+                    Self::sglang().with_order(HandoffOrder::SourceFirst).with_overlap(TransferOverlap::AfterPrefill)
+                }
+            },
         }
     }
 

@@ -16,7 +16,7 @@ use super::command::Submission;
 use super::handoff::HandoffTable;
 use super::holds::Holds;
 use super::load_queue::LoadQueue;
-use super::pass::{Admitted, Effects, Output, Pass};
+use super::pass::{Admitted, Effects, Output, Pass, RowKind};
 use super::running::RunningList;
 use super::sequence::{Life, Load, Sequence};
 use super::sequences::{Handle, Sequences};
@@ -195,16 +195,24 @@ impl<B: HeldBlocks> Book<B> {
         self.metrics.prefix_cache.count(preempted, tokens, hits);
     }
 
+    /// Notes that the load of a sequence has ended: it is tried when the next pass is planned.
+    pub(crate) fn end_load(&mut self, handle: Handle) {
+        let sequence = &mut self.sequences[handle];
+        if let Life::Loading { key, load: load @ Load::InFlight } = &mut sequence.life {
+            *load = Load::Done;
+            self.loads.landed();
+            self.loads.set_ready(*key, handle, !sequence.throttled);
+            self.unshown = true;
+        }
+    }
+
     /// Makes a sequence, the KV of so many of whose tokens is there, part of a pass. Its place among the
     /// running ones is the caller's to give.
-    pub(crate) fn enter_batch(&mut self, handle: Handle, present: u32, pass: &mut Pass) {
+    pub(crate) fn enter_batch(&mut self, handle: Handle, present: u32, pass: &mut Pass) -> RowKind {
         let sequence = &mut self.sequences[handle];
         sequence.life = Life::Running;
         sequence.num_computed = present;
-        if !sequence.was_preempted() {
-            self.metrics.prompt_tokens += u64::from(sequence.num_prompt);
-            pass.admitted.push(Admitted { sequence: handle.sequence, cached_tokens: sequence.num_cached });
-        }
+        note_admission(sequence, &mut self.metrics, pass)
     }
 
     /// Counts the end of a sequence, which the next pass reports.
@@ -359,4 +367,14 @@ impl<B: HeldBlocks> Book<B> {
     ) -> Box<dyn Iterator<Item = SequenceView<'a>> + 'a> {
         Box::new(handles.map(|handle| self.sequences[handle].view()))
     }
+}
+
+/// Shows that a sequence comes into a pass for the first time, if it does.
+pub(crate) fn note_admission<B>(sequence: &mut Sequence<B>, metrics: &mut EngineMetrics, pass: &mut Pass) -> RowKind {
+    if mem::replace(&mut sequence.admitted, true) {
+        return RowKind::Resumed;
+    }
+    metrics.prompt_tokens += u64::from(sequence.num_prompt);
+    pass.admitted.push(Admitted { sequence: sequence.id, cached_tokens: sequence.num_cached });
+    RowKind::New
 }

@@ -24,6 +24,7 @@
 
 mod book;
 mod command;
+mod engine_core;
 mod handoff;
 mod holds;
 mod load_queue;
@@ -51,6 +52,7 @@ use crate::request::SequenceId;
 use crate::time::EngineTime;
 use crate::timing::PassTiming;
 
+use engine_core::EngineCore;
 use handoff::HandoffTable;
 
 /// One scheduler rank: queues, KV blocks and the plan of the next pass.
@@ -146,7 +148,7 @@ impl Scheduler {
     pub fn cancel(&mut self, sequence: SequenceId, now: EngineTime) -> Cancelled {
         match &mut self.core {
             Core::Vllm(core) => core.cancel(sequence, now),
-            Core::Sglang(core) => core.cancel(sequence),
+            Core::Sglang(core) => core.cancel(sequence, now),
         }
     }
 

@@ -191,6 +191,11 @@ impl CopyState {
         matches!(self, Self::Unasked(_) | Self::Undecided(_) | Self::Loadable(_))
     }
 
+    /// Whether there is one, asked for or not.
+    pub(crate) fn exists(self) -> bool {
+        self.copy().is_some()
+    }
+
     /// Asks what can be loaded beyond `local` tokens of a sequence of `num_tokens`.
     pub(crate) fn ask(&mut self, local: u32, num_tokens: u32) -> Answer {
         let Some(mut copy) = self.copy() else {
@@ -210,6 +215,18 @@ impl CopyState {
         let waits = tokens > 0 && copy.load == LoadTiming::BetweenPasses;
         *self = if waits { Self::Loadable(copy) } else { Self::Settled(copy) };
         Answer::Tokens(tokens, copy.load)
+    }
+
+    /// Whether a load takes no time.
+    pub(crate) fn loads_at_once(self) -> bool {
+        self.copy().is_some_and(|copy| copy.load == LoadTiming::WithinPass)
+    }
+
+    /// Notes that blocks were taken away again: a copy that lasts is wanted again.
+    pub(crate) fn taken_away(&mut self) {
+        if let Self::Settled(copy) = *self {
+            *self = Self::Unasked(copy);
+        }
     }
 
     /// Notes that blocks were given to the sequence.

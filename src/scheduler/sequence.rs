@@ -9,7 +9,7 @@ use crate::request::{KvCacheReportMode, OutputPlan, Prompt, Request, SequenceId}
 use crate::time::EngineTime;
 
 use super::command::Submission;
-use super::remote::Remote;
+use super::remote::{KeepBlocks, Remote};
 use super::view::{SequenceStatus, SequenceView};
 use super::waiting::{ArrivalKey, QueueKey};
 
@@ -104,6 +104,10 @@ pub(crate) struct Sequence<B = SequenceBlocks> {
     pub(crate) cancelled: bool,
     /// How many entered the queue before it did, the last time.
     pub(crate) queued_at: u64,
+    /// It was in a pass before.
+    pub(crate) admitted: bool,
+    /// It is in the batch with KV that came from elsewhere, and was in no pass since.
+    pub(crate) prebuilt: bool,
     /// Tokens that the last attempt to admit it would have computed.
     pub(crate) short_of: u32,
     /// Its dealings with other engines, if it has any.
@@ -139,6 +143,8 @@ impl<B: HeldBlocks> Sequence<B> {
             ignore_eos: request.ignore_eos,
             cancelled: false,
             queued_at: 0,
+            admitted: false,
+            prebuilt: false,
             short_of: 0,
             remote: None,
             content: Content::new(request, num_prompt as usize, tie_key, config),
@@ -158,6 +164,16 @@ impl<B: HeldBlocks> Sequence<B> {
     /// Whether it waits to load KV of another engine and has no blocks yet.
     pub(crate) fn wants_copy(&self) -> bool {
         self.remote.as_ref().is_some_and(|remote| remote.copy.is_wanted())
+    }
+
+    /// Whether its blocks are for another engine to read.
+    pub(crate) fn is_source(&self) -> bool {
+        self.remote.as_ref().is_some_and(|remote| remote.keep != KeepBlocks::Never)
+    }
+
+    /// Whether its KV comes from another engine: none of it is computed here but that of its last tokens.
+    pub(crate) fn is_destination(&self) -> bool {
+        self.remote.as_ref().is_some_and(|remote| remote.copy.exists())
     }
 
     /// What is known of its prefill with its first token.

@@ -80,6 +80,14 @@ impl QueueKey {
         Self { class: Class::Ordinary, rank: i64::from(priority), arrival, tie_key, sequence }
     }
 
+    /// The first of all places for ordinary sequences.
+    const FIRST_ORDINARY: Self =
+        Self { class: Class::Ordinary, rank: i64::MIN, arrival: EngineTime::ZERO, tie_key: 0, sequence: SequenceId(0) };
+
+    fn goes_first(&self) -> bool {
+        self.class != Class::Ordinary
+    }
+
     /// A place by a number.
     pub(crate) fn by_rank(rank: i64, sequence: SequenceId) -> Self {
         Self { class: Class::Ordinary, rank, arrival: EngineTime::ZERO, tie_key: 0, sequence }
@@ -90,6 +98,8 @@ impl QueueKey {
 #[derive(Debug, Default)]
 pub(crate) struct WaitingQueue {
     in_order: BTreeMap<QueueKey, Handle>,
+    /// How many of them go before all ordinary ones.
+    num_first: usize,
     /// Places given at the front and at the back.
     fronts: i64,
     backs: i64,
@@ -110,6 +120,11 @@ impl WaitingQueue {
         QueueKey { class: Class::Front, ..QueueKey::by_rank(-self.fronts, sequence) }
     }
 
+    /// A place behind all that were put before the others in this way, and before all else.
+    pub(crate) fn retracted(&mut self, sequence: SequenceId) -> QueueKey {
+        QueueKey { class: Class::Front, ..self.back(sequence) }
+    }
+
     /// A place behind all destinations and before all ordinary sequences.
     pub(crate) fn destination(&mut self, sequence: SequenceId) -> QueueKey {
         QueueKey { class: Class::Destination, ..self.back(sequence) }
@@ -124,17 +139,19 @@ impl WaitingQueue {
     /// Puts a sequence into its place.
     pub(crate) fn insert(&mut self, key: QueueKey, handle: Handle) {
         self.in_order.insert(key, handle);
+        self.num_first += usize::from(key.goes_first());
     }
 
     /// Takes a sequence out of its place.
     pub(crate) fn remove(&mut self, key: &QueueKey) {
         self.in_order.remove(key);
+        self.num_first -= usize::from(key.goes_first());
     }
 
-    /// Puts those in the queue into another order; `set_key` is told each one's new place.
+    /// Puts the ordinary ones into another order; `set_key` is told each one's new place.
     pub(crate) fn reorder(&mut self, order: &[Handle], mut set_key: impl FnMut(Handle, QueueKey)) {
-        debug_assert_eq!(order.len(), self.in_order.len());
-        self.in_order.clear();
+        debug_assert_eq!(order.len(), self.num_ordinary());
+        self.in_order.split_off(&QueueKey::FIRST_ORDINARY);
         for &handle in order {
             let key = self.back(handle.sequence);
             self.in_order.insert(key, handle);
@@ -152,9 +169,19 @@ impl WaitingQueue {
         }
     }
 
-    /// How many are in the queue, without those that stand aside.
-    pub(crate) fn len(&self) -> usize {
-        self.in_order.len()
+    /// The head, if it goes before all ordinary ones.
+    pub(crate) fn first_of_all(&self) -> Option<Handle> {
+        self.next(None).filter(|_| self.num_first > 0)
+    }
+
+    /// The ordinary ones in order.
+    pub(crate) fn ordinary(&self) -> impl Iterator<Item = Handle> + '_ {
+        self.in_order.range(QueueKey::FIRST_ORDINARY..).map(|(_, &handle)| handle)
+    }
+
+    /// How many ordinary ones are in the queue, without those that stand aside.
+    pub(crate) fn num_ordinary(&self) -> usize {
+        self.in_order.len() - self.num_first
     }
 
     /// Whether nobody is in the queue.

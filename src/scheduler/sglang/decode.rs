@@ -1,6 +1,8 @@
 //! Planning a decode batch: one token for everybody, and who is retracted when the pool cannot give it.
 
 use crate::output::FinishReason;
+use crate::scheduler::book::{Book, note_admission};
+use crate::scheduler::engine_core::EngineCore;
 use crate::scheduler::pass::{Pass, PassRow, RowKind};
 use crate::scheduler::sequences::Handle;
 
@@ -47,8 +49,9 @@ impl SglangCore {
         // The paged allocator makes room for a page of everybody, needed or not.
         let rows = self.book.running.swept().iter().filter(|&&handle| self.decodes(handle)).count() as u64;
         self.kv.make_room_for_tokens(rows * u64::from(self.kv.page_size()));
-        for &handle in self.book.running.swept() {
-            let sequence = &mut self.book.sequences[handle];
+        let Book { running, sequences, metrics, .. } = &mut self.book;
+        for &handle in running.swept() {
+            let sequence = &mut sequences[handle];
             if sequence.throttled {
                 continue;
             }
@@ -57,10 +60,12 @@ impl SglangCore {
             sequence.num_computed += 1;
             let fits = self.kv.extend(&mut sequence.blocks, sequence.num_computed);
             assert!(fits, "decodes are planned when their pages are free");
+            let comes_in = std::mem::take(&mut sequence.prebuilt);
+            let kind = if comes_in { note_admission(sequence, metrics, pass) } else { RowKind::Running };
             pass.push(PassRow {
                 sequence: handle.sequence,
                 slot: handle.slot,
-                kind: RowKind::Running,
+                kind,
                 new_tokens: 1,
                 computed_before,
                 output_tokens: sequence.num_output,
@@ -71,7 +76,8 @@ impl SglangCore {
     }
 
     /// Retracts until the others fit: those with the fewest outputs first, among equals the longest prompt,
-    /// then the one admitted last. One that can decode stays; if not even that one fits, it ends.
+    /// then the one admitted last. One that can decode stays; if not even that one fits, it ends. Where pages are
+    /// held for transfers it is retracted instead: they will be free again.
     fn make_decode_fit(&mut self, pass: &mut Pass) {
         let mut kept = self.book.running.swept().to_vec();
         kept.sort_by_key(|&handle| {
@@ -90,12 +96,12 @@ impl SglangCore {
         }
         for handle in retracted {
             pass.preempted.push(handle.sequence);
-            self.enter_queue(handle);
+            self.queue_up(handle);
         }
         if !fits {
             for handle in kept.drain(..) {
                 self.book.running.remove_handle(handle);
-                self.end(handle, FinishReason::OutOfMemory);
+                self.conclude_visibly(handle, FinishReason::OutOfMemory);
             }
         }
         let sequences = kept.iter().map(|&handle| &self.book.sequences[handle]);
@@ -107,7 +113,7 @@ impl SglangCore {
 
     /// Whom to retract next, by index; `None` if only one is left that can decode.
     fn next_victim(&self, kept: &[Handle]) -> Option<usize> {
-        let only_decode = kept.iter().filter(|&&handle| self.decodes(handle)).count() == 1;
+        let only_decode = self.nothing_is_held() && kept.iter().filter(|&&handle| self.decodes(handle)).count() == 1;
         kept.iter().rposition(|&handle| !(only_decode && self.decodes(handle)))
     }
 

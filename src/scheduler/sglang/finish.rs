@@ -2,6 +2,7 @@
 
 use crate::kv::Computed;
 use crate::output::FinishReason;
+use crate::scheduler::engine_core::EngineCore;
 use crate::scheduler::pass::{Effects, Output, Pass, PassRow, RowKind};
 use crate::scheduler::sequence::Life;
 use crate::scheduler::sequences::Handle;
@@ -27,6 +28,7 @@ impl SglangCore {
         if pass.is_empty() {
             self.note_idle_turn();
         }
+        self.expire(now);
         // What arrived during the pass is in the queue when its length is shown.
         self.release_arrivals(now, false);
         self.book.close_pass(pass, &mut effects, now);
@@ -40,8 +42,10 @@ impl SglangCore {
         let handle = row.handle();
         let sequence = self.book.sequences.get_mut(handle).filter(|sequence| sequence.life == Life::Running)?;
         let (token, stop) = sequence.content.output(sequence.num_output);
+        // Whether a source's token ends the request is for the destination to say.
+        let stop = stop.filter(|_| !sequence.is_source());
         sequence.num_output += 1;
-        let is_first = sequence.num_output == 1;
+        let is_first = sequence.num_output == 1 + u32::from(sequence.content.is_carried());
         let prefill = is_first.then(|| sequence.prefill_stats(self.kv.page_size(), self.kv.prefix_caching()));
         let finish = if sequence.cancelled {
             Some(FinishReason::Cancelled)
@@ -52,14 +56,17 @@ impl SglangCore {
         outputs.push(Output { sequence: handle.sequence, token: Some(token), finish, prefill });
         let Some(finish) = finish else { return Some(handle) };
         self.store(handle);
-        self.leave_batch(handle);
-        self.book.remove(handle, finish);
+        self.end(handle, finish);
         None
     }
 
-    /// Enters into the prefix tree what a sequence has computed.
+    /// Enters into the prefix tree what a sequence has computed. A destination keeps its KV to itself, unless it
+    /// is told otherwise.
     pub(super) fn store(&mut self, handle: Handle) {
         let sequence = &mut self.book.sequences[handle];
+        if sequence.is_destination() && !self.options.disaggregation_decode_enable_radix_cache {
+            return;
+        }
         let computed = Computed {
             content: &sequence.content,
             tokens: sequence.num_computed,

@@ -16,11 +16,14 @@ mod decode;
 mod finish;
 mod policy;
 mod prefill;
+mod reserve;
 
 #[cfg(test)]
 mod admission_test;
 #[cfg(test)]
 mod cache_test;
+#[cfg(test)]
+mod handoff_test;
 #[cfg(test)]
 mod memory_test;
 #[cfg(test)]
@@ -36,6 +39,7 @@ use crate::time::EngineTime;
 use crate::timing::PassTiming;
 
 use super::book::{Book, Usage};
+use super::engine_core::EngineCore;
 use super::pass::{Effects, Pass};
 use super::sequences::Handle;
 use super::view::TokenPoolView;
@@ -82,10 +86,6 @@ impl SglangCore {
         }
     }
 
-    pub(crate) fn book(&self) -> &Book<SequencePages> {
-        &self.book
-    }
-
     pub(crate) fn set_timing(&mut self, timing: Box<dyn PassTiming>) {
         self.book.timing = timing;
     }
@@ -96,7 +96,7 @@ impl SglangCore {
 
     pub(crate) fn begin_pass(&mut self, now: EngineTime) -> Option<Box<Pass>> {
         let mut pass = self.book.open_pass()?;
-        self.book.hear(now);
+        self.turn_to(now);
         self.note_idle_gap();
         self.release_arrivals(now, self.book.sees_ties(now));
         self.plan(&mut pass);
@@ -112,8 +112,13 @@ impl SglangCore {
             return;
         }
         self.take_over_last_pass();
+        self.reserve_destinations(pass);
+        if self.mixes() {
+            self.merge_prebuilt();
+        }
         self.plan_prefill(pass);
         if pass.rows.is_empty() {
+            self.merge_prebuilt();
             self.plan_decode(pass);
         }
     }
@@ -122,8 +127,7 @@ impl SglangCore {
     fn take_over_last_pass(&mut self) {
         if let Some(handle) = self.chunked {
             if self.book.sequences[handle].cancelled {
-                self.chunked = None;
-                self.end(handle, FinishReason::Cancelled);
+                self.end_visibly(handle, FinishReason::Cancelled);
             } else if std::mem::take(&mut self.chunk_unstored) {
                 self.store(handle);
             }
@@ -156,8 +160,8 @@ impl SglangCore {
 
     pub(crate) fn settle(&mut self, now: EngineTime) -> Option<Box<Effects>> {
         self.note_idle_turn();
-        self.book.hear(now);
         if !self.book.in_flight() {
+            self.turn_to(now);
             self.release_arrivals(now, self.book.sees_ties(now));
         }
         let mut effects = self.book.open_settlement(!self.kv.events().is_empty())?;
@@ -170,12 +174,22 @@ impl SglangCore {
         self.kv.take_events(&mut effects.kv_events);
         let usable = u64::from(self.kv.num_usable());
         let usage = Usage {
-            num_running: self.book.running.len() as u64 + u64::from(self.chunked.is_some()),
+            num_running: self.num_in_batch() as u64,
             usable,
             used: usable - u64::from(self.kv.num_free()),
             cached: self.kv.num_stored_pages(),
         };
         self.book.show(effects, usage, now);
+    }
+
+    /// How many run, the one whose prompt is computed in part included.
+    fn num_in_batch(&self) -> usize {
+        self.book.running.len() + usize::from(self.chunked.is_some())
+    }
+
+    /// Whether no pages are held for a transfer, or wait with their KV for a place in the batch.
+    fn nothing_is_held(&self) -> bool {
+        self.book.loads.is_empty() && self.book.holds.is_empty()
     }
 
     pub(crate) fn recycle(&mut self, effects: Box<Effects>) {

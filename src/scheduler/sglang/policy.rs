@@ -48,7 +48,7 @@ impl SglangCore {
         let policy = self.active_policy();
         let by_priority = self.options.enable_priority_scheduling;
         if policy != SglangPolicy::Fcfs || by_priority {
-            let mut waiting: Vec<Handle> = self.book.queue.iter().collect();
+            let mut waiting: Vec<Handle> = self.book.queue.ordinary().collect();
             match policy {
                 SglangPolicy::Fcfs => waiting.sort_by_key(|&handle| self.priority_key(handle)),
                 SglangPolicy::Lpm => self.sort_by_prefix(&mut waiting),
@@ -76,7 +76,7 @@ impl SglangCore {
     fn active_policy(&self) -> SglangPolicy {
         match self.options.schedule_policy {
             policy if policy.is_cache_aware() && self.options.disable_radix_cache => SglangPolicy::Fcfs,
-            SglangPolicy::Lpm if self.book.queue.len() > PREFIX_MATCH_MAX => SglangPolicy::Fcfs,
+            SglangPolicy::Lpm if self.book.queue.num_ordinary() > PREFIX_MATCH_MAX => SglangPolicy::Fcfs,
             policy => policy,
         }
     }
@@ -126,13 +126,13 @@ impl SglangCore {
     /// not evicted while they do.
     fn keep_young(&mut self) {
         let is_lru = self.options.radix_eviction_policy == RadixEvictionPolicy::Lru;
-        if !is_lru || self.options.disable_radix_cache || self.book.queue.is_empty() {
+        if !is_lru || self.options.disable_radix_cache || self.book.queue.num_ordinary() == 0 {
             return;
         }
         let is_due = self.order.attempts.is_multiple_of(REFRESH_INTERVAL);
         self.order.attempts += 1;
         if is_due {
-            let first: Vec<Handle> = self.book.queue.iter().take(PREFIX_MATCH_MAX).collect();
+            let first: Vec<Handle> = self.book.queue.ordinary().take(PREFIX_MATCH_MAX).collect();
             for handle in first.into_iter().rev() {
                 self.match_all(handle);
             }

@@ -6,6 +6,8 @@ use crate::output::FinishReason;
 use crate::scheduler::pass::{Pass, PassRow, RowKind};
 use crate::scheduler::sequences::Handle;
 
+use crate::scheduler::engine_core::EngineCore;
+
 use super::SglangCore;
 use super::budget::{Budget, Verdict, clipped};
 
@@ -47,13 +49,14 @@ struct Admission {
 
 impl SglangCore {
     pub(super) fn plan_prefill(&mut self, pass: &mut Pass) {
-        let admits = self.book.state == SchedulingState::Running;
+        // While a destination waits nobody else takes the pages that it waits for.
+        let admits = self.book.state == SchedulingState::Running && self.book.queue.first_of_all().is_none();
         let preempts = self.options.enable_priority_scheduling;
         if preempts || self.book.running.len() == 0 {
             self.batch_is_full = false;
         }
         if self.chunked.is_none() {
-            if !admits || self.batch_is_full || self.book.queue.is_empty() {
+            if !admits || self.batch_is_full || self.book.queue.num_ordinary() == 0 {
                 return;
             }
             if self.num_slots() == 0 && !preempts {
@@ -71,7 +74,7 @@ impl SglangCore {
             self.admit_waiting(&mut batch);
         }
         for &handle in &batch.preempted {
-            self.enter_queue(handle);
+            self.queue_up(handle);
         }
         if !batch.grants.is_empty() {
             self.launch_prefill(batch);
@@ -90,7 +93,7 @@ impl SglangCore {
         Budget::new(&self.options, mixed, offset)
     }
 
-    fn mixes(&self) -> bool {
+    pub(super) fn mixes(&self) -> bool {
         self.options.enable_mixed_chunk && self.options.chunked_prefill_size.is_some()
     }
 
@@ -111,9 +114,9 @@ impl SglangCore {
             + self.kv.evictable_tokens()
             + u64::from(pages_before) * u64::from(self.kv.page_size())
             - u64::from(sequence.num_computed);
-        if in_pool == 0 && self.book.running.len() == 0 {
+        if in_pool == 0 && self.book.running.len() == 0 && self.nothing_is_held() {
             self.chunked = None;
-            return self.end(handle, FinishReason::OutOfMemory);
+            return self.conclude_visibly(handle, FinishReason::OutOfMemory);
         }
         let limit = batch.budget.chunk().unwrap_or(i64::MAX);
         let spare = batch.budget.remaining_total(&self.kv).trunc() as i64;
@@ -151,11 +154,12 @@ impl SglangCore {
             if verdict == Verdict::NoToken
                 && nobody_else
                 && self.chunked.is_none()
+                && self.nothing_is_held()
                 && self.options.end_outgrown_requests
             {
                 // The pool is empty but for what can be evicted: it will never be admitted.
-                self.book.leave_queue(handle);
-                self.end(handle, FinishReason::OutOfMemory);
+                self.leave_queue(handle);
+                self.conclude_visibly(handle, FinishReason::OutOfMemory);
                 continue;
             }
             if verdict == Verdict::NoToken {
@@ -294,19 +298,18 @@ impl SglangCore {
         self.book.leave_queue(handle);
         let sequence = &mut self.book.sequences[handle];
         self.kv.adopt(&mut sequence.blocks, found);
-        let (is_resumed, reads_cache) = (sequence.was_preempted(), sequence.reads_prefix_cache);
-        if !is_resumed {
+        let reads_cache = sequence.reads_prefix_cache;
+        if !sequence.was_preempted() {
             sequence.num_cached = found.tokens;
         }
         if self.kv.prefix_caching() && reads_cache {
             self.book.count_look_up(handle, found.tokens, batch.pass);
         }
-        self.book.enter_batch(handle, found.tokens, batch.pass);
+        let kind = self.book.enter_batch(handle, found.tokens, batch.pass);
         if is_chunk {
             self.chunked = Some(handle);
         }
         batch.budget.charge(tokens, max_new_tokens);
-        let kind = if is_resumed { RowKind::Resumed } else { RowKind::New };
         batch.grants.push(Grant { handle, kind, tokens, pages_before: 0 });
     }
 

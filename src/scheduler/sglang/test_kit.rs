@@ -1,14 +1,17 @@
 //! A scheduler driven pass by pass, which checks after every step what must hold always.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use crate::config::{EngineConfig, EngineKind, SglangConfig};
+use crate::handoff::{HandoffId, HandoffKey};
 use crate::kv_event::{BlockHash, BlockId, KvEvent};
-use crate::metrics::EngineMetrics;
-use crate::output::FinishReason;
+use crate::metrics::{EngineMetrics, PassMetrics};
+use crate::output::{FinishReason, PrefillStats};
 use crate::request::{Request, SequenceId};
 use crate::scheduler::{
-    Applied, Cancelled, Command, Effects, Pass, RowKind, Scheduler, SequenceStatus, Submission, TokenPoolView, View,
+    Applied, ApplyResult, Cancelled, Command, Effects, HandoffFact, Pass, RowKind, Scheduler, SequenceStatus,
+    SequenceView, Submission, TokenPoolView, View,
 };
 use crate::time::EngineTime;
 use crate::timing::TimingConfig;
@@ -31,6 +34,11 @@ pub(super) fn request(kind: u32, tokens: u32, outputs: u32) -> Request {
     Request::new(prompt(kind, tokens), outputs)
 }
 
+/// A registration of a handoff.
+pub(super) fn key(handoff: u128, generation: u64) -> HandoffKey {
+    HandoffKey::new(HandoffId(uuid::Uuid::from_u128(handoff)), generation)
+}
+
 /// What one pass did. Sequences are given by number.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct Done {
@@ -44,6 +52,11 @@ pub(super) struct Done {
     pub(super) sampled: Vec<u64>,
     /// `(sequence, reason)` of those that ended.
     pub(super) finished: Vec<(u64, FinishReason)>,
+    pub(super) prefills: Vec<PrefillStats>,
+    pub(super) facts: Vec<HandoffFact>,
+    /// First admissions.
+    pub(super) admitted: Vec<u64>,
+    pub(super) pass: Option<PassMetrics>,
     pub(super) events: Vec<KvEvent>,
     pub(super) metrics: EngineMetrics,
 }
@@ -114,7 +127,57 @@ impl Rig {
 
     /// Those that have not ended, in the order of submission.
     pub(super) fn live(&self) -> Vec<u64> {
-        (0..self.next).filter(|&sequence| self.view().sequence(SequenceId(sequence)).is_some()).collect()
+        let lives = |&sequence: &u64| {
+            let view = self.view().sequence(SequenceId(sequence));
+            view.is_some_and(|view| !matches!(view.status, SequenceStatus::Held(_)))
+        };
+        (0..self.next).filter(lives).collect()
+    }
+
+    /// Sends a command a moment ago, so that the next pass sees it.
+    pub(super) fn try_command(&mut self, command: Command) -> ApplyResult {
+        let answer = self.scheduler.apply(command, EngineTime::from_nanos(self.now.as_nanos() - 1));
+        self.check();
+        answer
+    }
+
+    /// The next request, to be submitted under a handoff.
+    pub(super) fn submission(&mut self, request: Request) -> Submission {
+        self.next += 1;
+        Submission { sequence: SequenceId(self.next - 1), tie_key: u128::from(self.next - 1), request }
+    }
+
+    /// Submits the source of a handoff; the sequence's number.
+    pub(super) fn source(&mut self, handoff: HandoffKey, request: Request) -> u64 {
+        let submission = self.submission(request);
+        assert_eq!(self.try_command(Command::SubmitPrefill { handoff, submission }), Ok(Applied::Submitted));
+        self.next - 1
+    }
+
+    /// Submits the destination of a handoff; the sequence's number.
+    pub(super) fn destination(&mut self, handoff: HandoffKey, request: Request) -> u64 {
+        let submission = self.submission(request);
+        assert_eq!(self.try_command(Command::ReserveDestination { handoff, submission }), Ok(Applied::Submitted));
+        self.next - 1
+    }
+
+    /// Ends a transfer well.
+    pub(super) fn activate(&mut self, handoff: HandoffKey, first_token: Option<u32>) {
+        let command = Command::ActivateDestination { handoff, first_token };
+        assert_eq!(self.try_command(command), Ok(Applied::Handoff));
+    }
+
+    /// Goes on to a time, passes and all.
+    pub(super) fn wait(&mut self, duration: Duration) -> Vec<Done> {
+        self.now = self.now + duration;
+        let mut done = self.run();
+        done.extend(self.settle());
+        done
+    }
+
+    /// Passes until there is nothing to do; what is told of handoffs.
+    pub(super) fn facts(&mut self) -> Vec<HandoffFact> {
+        self.wait(Duration::ZERO).into_iter().flat_map(|done| done.facts).collect()
     }
 
     /// Cancels one that may take part in one more pass.
@@ -160,6 +223,7 @@ impl Rig {
             decode: decode.iter().map(|row| row.sequence.0).collect(),
             hits: admissions.map(|row| (row.sequence.0, row.computed_before)).collect(),
             preempted: pass.preempted().iter().map(|sequence| sequence.0).collect(),
+            admitted: pass.admitted().iter().map(|admitted| admitted.sequence.0).collect(),
             ..Done::default()
         };
         let effects = self.scheduler.finish_pass(pass, self.now);
@@ -192,6 +256,7 @@ impl Rig {
         self.settle();
         assert!(self.ended.values().all(|&times| times == 1));
         assert_eq!((self.ended.len() as u64, self.view().has_work()), (self.next, false));
+        assert_eq!((self.view().num_handoffs(), self.view().held().count()), (0, 0));
         let (pool, usable) = (self.pool(), self.view().pool().num_usable_blocks());
         assert_eq!(pool.protected_tokens, 0);
         assert_eq!(self.view().pool().num_free_blocks(), usable, "case 8");
@@ -204,6 +269,7 @@ impl Rig {
             let tokens = self.outputs.entry(sequence).or_default();
             assert_eq!(output.prefill.is_some(), tokens.is_empty() && output.token.is_some());
             tokens.extend(output.token);
+            done.prefills.extend(output.prefill);
             if output.token.is_some() {
                 done.sampled.push(sequence);
             }
@@ -219,6 +285,13 @@ impl Rig {
             metrics.num_used_blocks,
             metrics.num_usable_blocks - u64::from(self.view().pool().num_free_blocks())
         );
+        let pages = |sequences: &mut dyn Iterator<Item = SequenceView<'_>>| -> u64 {
+            sequences.map(|sequence| sequence.block_ids.len() as u64).sum()
+        };
+        assert_eq!(metrics.num_held_blocks, pages(&mut self.view().held()));
+        assert_eq!(metrics.num_reserved_blocks, pages(&mut self.view().loading()));
+        done.facts.clone_from(&effects.facts);
+        done.pass = effects.pass;
         done.metrics = metrics;
         done.events.clone_from(&effects.kv_events);
         self.scheduler.recycle(effects);
@@ -263,10 +336,11 @@ impl Rig {
     fn check(&self) {
         let (view, pool, tokens) = (self.view(), self.view().pool(), self.pool());
         let mut holders: BTreeMap<BlockId, u32> = BTreeMap::new();
-        for sequence in view.running().chain(view.waiting()) {
+        for sequence in view.running().chain(view.waiting()).chain(view.loading()).chain(view.held()) {
             sequence.block_ids.iter().for_each(|&page| *holders.entry(page).or_default() += 1);
-            assert!(sequence.status == SequenceStatus::Running || sequence.block_ids.is_empty());
         }
+        assert!(view.running().all(|sequence| sequence.status == SequenceStatus::Running));
+        assert!(view.waiting().all(|sequence| sequence.block_ids.is_empty()));
         assert!(view.running().count() <= self.options.max_running_requests as usize);
         if !self.looks() {
             return;

@@ -3,7 +3,8 @@
 use crate::config::SchedulingState;
 use crate::kv::{KvCache, Room};
 use crate::output::FinishReason;
-use crate::scheduler::pass::RowKind;
+use crate::scheduler::engine_core::EngineCore;
+use crate::scheduler::handoff::HandoffCommands;
 use crate::scheduler::remote::{Answer, ConnectorCall, LoadTiming};
 use crate::scheduler::sequence::{Life, Load, Sequence};
 use crate::scheduler::sequences::Handle;
@@ -77,7 +78,7 @@ impl VllmCore {
     fn try_one(&mut self, handle: Handle, plan: &mut Plan<'_>) -> Tried {
         if self.outgrows_pool(handle) {
             self.leave_queue(handle);
-            self.end_outgrown(handle);
+            self.conclude_visibly(handle, FinishReason::OutOfMemory);
             return Tried::Gone;
         }
         if matches!(self.book.sequences[handle].life, Life::Loading { load: Load::Done, .. }) {
@@ -155,7 +156,9 @@ impl VllmCore {
         self.count_look_up(handle, found, plan);
         self.book.sequences[handle].num_computed = found.tokens();
         self.enter_load_queue(handle, key);
-        self.tell_reserved(handle, found.local);
+        // The last token is computed again: if it alone is missing, there is nothing to transfer.
+        let missing = self.book.sequences[handle].num_prompt - found.local;
+        self.tell_reserved(handle, if missing > 1 { missing } else { 0 });
         Tried::Gone
     }
 
@@ -178,10 +181,9 @@ impl VllmCore {
         self.log_allocation(handle, found.external);
         self.leave_queue(handle);
         self.count_look_up(handle, found, plan);
-        self.book.enter_batch(handle, present, plan.pass);
+        let kind = self.book.enter_batch(handle, present, plan.pass);
         self.book.running.push(handle);
         let sequence = &mut self.book.sequences[handle];
-        let kind = if sequence.was_preempted() { RowKind::Resumed } else { RowKind::New };
         plan.grant(&mut self.kv, sequence, Grant { handle, kind, tokens: granted, blocks_before: 0 });
         Tried::Gone
     }
@@ -258,12 +260,6 @@ impl VllmCore {
     /// Whether a sequence can never get the blocks for the tokens that it already has, and is ended for it.
     pub(super) fn outgrows_pool(&self, handle: Handle) -> bool {
         self.options.end_outgrown_requests && self.kv.outgrown_by(self.book.sequences[handle].num_tokens())
-    }
-
-    /// Ends a sequence that is in neither queue nor batch any more.
-    pub(super) fn end_outgrown(&mut self, handle: Handle) {
-        self.conclude(handle, FinishReason::OutOfMemory, None);
-        self.book.show_end(handle.sequence, FinishReason::OutOfMemory);
     }
 }
 

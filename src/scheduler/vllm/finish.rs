@@ -3,6 +3,7 @@
 use std::mem;
 
 use crate::output::FinishReason;
+use crate::scheduler::engine_core::EngineCore;
 use crate::scheduler::pass::{Effects, Output, Pass, PassRow};
 use crate::scheduler::sequence::Life;
 use crate::scheduler::sequences::Handle;

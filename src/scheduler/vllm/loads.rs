@@ -6,13 +6,13 @@ use crate::config::{LoadFailurePolicy, VllmPolicy};
 use crate::kv_event::BlockId;
 use crate::output::FinishReason;
 use crate::request::SequenceId;
-use crate::scheduler::load_queue::Share;
+use crate::scheduler::engine_core::EngineCore;
+use crate::scheduler::handoff::HandoffCommands;
 use crate::scheduler::pass::PassRow;
 use crate::scheduler::remote::{CopyState, TransferReport};
 use crate::scheduler::sequence::{Life, Load, Transfer};
 use crate::scheduler::sequences::Handle;
 use crate::scheduler::waiting::QueueKey;
-use crate::time::EngineTime;
 
 use super::VllmCore;
 
@@ -22,35 +22,6 @@ impl VllmCore {
         match self.options.policy {
             VllmPolicy::Fcfs => self.book.loads.back(handle.sequence),
             VllmPolicy::Priority => self.priority_key(handle),
-        }
-    }
-
-    /// What a sequence that waits with blocks counts for.
-    pub(super) fn share(&self, handle: Handle) -> Share {
-        let sequence = &self.book.sequences[handle];
-        Share {
-            held: u64::from(sequence.blocks.len()),
-            missing: self.kv.missing(&sequence.blocks, sequence.num_tokens()),
-        }
-    }
-
-    pub(super) fn enter_load_queue(&mut self, handle: Handle, key: QueueKey) {
-        let share = self.share(handle);
-        let sequence = &mut self.book.sequences[handle];
-        self.book.queue.tokens_mut(sequence.was_preempted()).add(u64::from(sequence.num_tokens()));
-        sequence.life = Life::Loading { key, load: Load::InFlight };
-        self.book.loads.insert(key, handle, share);
-        self.book.note_change();
-    }
-
-    /// Notes that the load of a sequence has ended: it is tried when the next pass is planned.
-    pub(super) fn land(&mut self, handle: Handle) {
-        let sequence = &mut self.book.sequences[handle];
-        if let Life::Loading { key, load: load @ Load::InFlight } = &mut sequence.life {
-            *load = Load::Done;
-            self.book.loads.landed();
-            self.book.loads.set_ready(*key, handle, !sequence.throttled);
-            self.book.note_change();
         }
     }
 
@@ -106,7 +77,7 @@ impl VllmCore {
             let Some(handle) = self.reported(sequence) else { continue };
             match self.book.sequences[handle].life {
                 Life::Ended { transfer: Transfer::Receive, .. } => self.let_go(handle),
-                _ => self.land(handle),
+                _ => self.book.end_load(handle),
             }
         }
         for &sequence in &report.sent {
@@ -141,20 +112,6 @@ impl VllmCore {
         for (handle, block) in cut {
             self.book.sequences[handle].num_computed = block * self.options.block_size;
             self.fail_load(handle);
-        }
-    }
-
-    /// Deals with a load whose valid part has been cut: by the policy its request ends, or computes the rest.
-    pub(super) fn fail_load(&mut self, handle: Handle) {
-        self.book.note_change();
-        if self.options.kv_load_failure_policy == LoadFailurePolicy::Fail {
-            let transfer = match self.book.sequences[handle].life {
-                Life::Loading { load: Load::InFlight, .. } => Some(Transfer::Receive),
-                _ => None,
-            };
-            self.leave_queue(handle);
-            self.conclude(handle, FinishReason::TransferFailed, transfer);
-            self.book.show_end(handle.sequence, FinishReason::TransferFailed);
         }
     }
 
@@ -208,21 +165,6 @@ impl VllmCore {
 
     fn blocks_for(&self, tokens: u32) -> usize {
         tokens.div_ceil(self.options.block_size) as usize
-    }
-
-    /// Frees the blocks of an ended sequence and forgets it.
-    pub(super) fn let_go(&mut self, handle: Handle) {
-        self.book.holds.remove(handle.sequence);
-        self.kv.release(&mut self.book.sequences[handle].blocks);
-        self.book.sequences.remove(handle);
-        self.book.note_change();
-    }
-
-    /// Lets go of everything whose deadline has come.
-    pub(super) fn expire(&mut self, now: EngineTime) {
-        while let Some(handle) = self.book.holds.due(now) {
-            self.expire_hold(handle);
-        }
     }
 }
 

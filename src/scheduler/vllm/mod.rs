@@ -11,7 +11,6 @@
 mod admit;
 mod commands;
 mod finish;
-mod handoffs;
 mod loads;
 mod plan;
 
@@ -39,6 +38,7 @@ use crate::time::EngineTime;
 use crate::timing::PassTiming;
 
 use super::book::{Book, Usage};
+use super::engine_core::EngineCore;
 use super::pass::{Effects, Pass};
 use super::remote::{ConnectorCall, TransferReport};
 use super::sequences::Handle;
@@ -72,10 +72,6 @@ impl VllmCore {
         }
     }
 
-    pub(crate) fn book(&self) -> &Book<SequenceBlocks> {
-        &self.book
-    }
-
     pub(crate) fn set_timing(&mut self, timing: Box<dyn PassTiming>) {
         self.book.timing = timing;
     }
@@ -103,12 +99,6 @@ impl VllmCore {
             self.plan(&mut pass);
         }
         self.book.launch(pass, now)
-    }
-
-    /// Notes the time and does what is due by then.
-    fn turn_to(&mut self, now: EngineTime) {
-        self.book.hear(now);
-        self.expire(now);
     }
 
     pub(crate) fn settle(&mut self, now: EngineTime) -> Option<Box<Effects>> {

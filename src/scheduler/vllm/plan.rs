@@ -2,7 +2,9 @@
 
 use crate::config::{SchedulingState, TieVictim, VllmPolicy};
 use crate::kv::KvCache;
+use crate::output::FinishReason;
 use crate::scheduler::book::Book;
+use crate::scheduler::engine_core::EngineCore;
 use crate::scheduler::pass::{Pass, PassRow, RowKind};
 use crate::scheduler::sequence::Sequence;
 use crate::scheduler::sequences::Handle;
@@ -115,7 +117,7 @@ impl VllmCore {
         let handle = grant.handle;
         if self.outgrows_pool(handle) {
             self.book.running.remove(plan.index);
-            self.end_outgrown(handle);
+            self.conclude_visibly(handle, FinishReason::OutOfMemory);
             return false;
         }
         loop {

@@ -86,6 +86,7 @@ impl Config {
             prefill_max_requests: self.prefill_max_requests,
             abort_after_next_forward: true,
             end_outgrown_requests: false,
+            ..SglangConfig::default()
         };
         EngineConfig::new(EngineKind::Sglang(sglang))
             .with_max_model_len(self.context_length)
