@@ -4,20 +4,17 @@ use std::sync::{Arc, Mutex};
 
 use standin::{FinishReason, HandoffError, LiveEngine, PassMetrics, RequestError, SchedulingState, SubmitError};
 
-use crate::common::{
-    at, config, config_of, cut, id, load, poll_once, read, refused, request, start, submit, turns, vllm, whole,
-};
-use crate::kit::{assert_released, blocks, destination, reserved, within};
+use crate::common::{at, cut, id, load, poll_once, read, refused, request, start, submit, turns, whole};
+use crate::kit::{Kind, assert_released, blocks, destination, for_every_kind, reserved, within};
 
-#[tokio::test(start_paused = true)]
-async fn h16_it_decodes_without_a_prefill() {
+async fn h16_it_decodes_without_a_prefill(kind: Kind) {
     let computed = Arc::new(Mutex::new(Vec::new()));
     let in_sink = Arc::clone(&computed);
     let sink = move |_: u32, pass: &PassMetrics| {
         in_sink.lock().expect("not poisoned").push((pass.sum_prefill_tokens, pass.num_decode_requests));
         Ok(())
     };
-    let engine = LiveEngine::builder(config()).pass_metrics_sink(sink).start().expect("valid");
+    let engine = LiveEngine::builder(kind.config()).pass_metrics_sink(sink).start().expect("valid");
     let mut stream = within(engine.submit_decode(request(1, 40, 3))).await.expect("valid");
     assert_eq!(read(&mut stream).await, whole(1, &[10.0, 20.0, 30.0]));
     assert_eq!(*computed.lock().expect("not poisoned"), [(1, 0), (0, 1), (0, 1)]);
@@ -28,10 +25,9 @@ async fn h16_it_decodes_without_a_prefill() {
 }
 
 /// Dropped, cancelled, or left alone while it waits for its blocks.
-#[tokio::test(start_paused = true)]
-async fn h16_it_waits_for_its_blocks_and_can_be_cancelled_and_dropped_meanwhile() {
+async fn h16_it_waits_for_its_blocks_and_can_be_cancelled_and_dropped_meanwhile(kind: Kind) {
     for end in ["drop", "cancel", "cancel by id", "none"] {
-        let engine = start(config_of(vllm().with_num_gpu_blocks(10)).with_max_model_len(36));
+        let engine = start(kind.pool(9));
         let mut running = submit(&engine, request(9, 20, 3)).await;
         at(&engine, 5).await;
         let mut stream = within(engine.submit_decode(request(1, 24, 2))).await.expect("valid");
@@ -55,24 +51,24 @@ async fn h16_it_waits_for_its_blocks_and_can_be_cancelled_and_dropped_meanwhile(
     }
 }
 
-/// It needs no registration, and waits behind the destinations that are ahead of it.
-#[tokio::test(start_paused = true)]
-async fn h16_it_takes_its_turn_among_destinations() {
-    let engine = start(config_of(vllm().with_num_gpu_blocks(10)).with_max_model_len(36));
+/// It needs no registration, and waits behind the destinations that are ahead of it: with vLLM as an ordinary request,
+/// with SGLang as one of them.
+async fn h16_it_takes_its_turn_among_destinations(kind: Kind) {
+    let engine = start(kind.pool(9));
     let mut first = destination(&engine, 1, 20, 1).await;
     let mut decode = within(engine.submit_decode(request(2, 20, 1))).await.expect("valid");
     let second = destination(&engine, 3, 16, 1).await;
     assert_eq!(first.event().await, reserved(0, 20));
     at(&engine, 100).await;
-    assert!(poll_once(&mut Box::pin(decode.recv())).is_none(), "9 blocks: 5 are taken, 4 are the next destination's");
-    assert_eq!(blocks(&engine), (9, 0, 9));
+    assert!(poll_once(&mut Box::pin(decode.recv())).is_none(), "9 blocks: 5 are taken");
+    let reserved = if kind == Kind::Vllm { 9 } else { 5 };
+    assert_eq!(blocks(&engine), (reserved, 0, reserved), "4 are the next destination's, or kept for the decode");
     drop((first, second));
     assert_eq!(read(&mut decode).await, whole(2, &[110.0]));
 }
 
-#[tokio::test(start_paused = true)]
-async fn h16_what_is_refused_at_submit_is_refused_here() {
-    let engine = start(config());
+async fn h16_what_is_refused_at_submit_is_refused_here(kind: Kind) {
+    let engine = start(kind.config());
     let too_long = refused(within(engine.submit_decode(request(1, 64, 1))).await);
     assert_eq!(too_long, RequestError::PromptTooLong { prompt_tokens: 64, max_model_len: 64 }.into());
     let _first = within(engine.submit_decode(request(1, 8, 1))).await.expect("valid");
@@ -89,4 +85,11 @@ async fn h16_what_is_refused_at_submit_is_refused_here() {
     assert!(matches!(refused(within(engine.submit_decode(request(3, 8, 1))).await), SubmitError::Stopped(_)));
     let unregistered = engine.register_handoff(id(4).into()).expect_err("stopped");
     assert!(matches!(unregistered, HandoffError::Stopped(_)));
+}
+
+for_every_kind! {
+    h16_it_decodes_without_a_prefill,
+    h16_it_waits_for_its_blocks_and_can_be_cancelled_and_dropped_meanwhile,
+    h16_it_takes_its_turn_among_destinations,
+    h16_what_is_refused_at_submit_is_refused_here,
 }

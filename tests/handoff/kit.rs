@@ -3,11 +3,79 @@
 use std::time::Duration;
 
 use standin::{
-    EngineConfig, EngineTime, HandoffError, HandoffId, LiveEngine, LiveHandoffControl, LiveHandoffEvent,
-    LiveHandoffEvents, LiveHandoffStream, LiveRequest, Request, TransferTiming,
+    CoordinatorConfig, EngineConfig, EngineKind, EngineTime, HandoffError, HandoffId, LiveEngine, LiveHandoffControl,
+    LiveHandoffEvent, LiveHandoffEvents, LiveHandoffStream, LiveRequest, Request, SglangConfig, TransferTiming,
+    VllmConfig,
 };
 
-use crate::common::{Seen, assert_clean, config, id, request, seen, turns};
+use crate::common::{Seen, assert_clean, config, config_of_kind, id, request, seen, sglang, turns, vllm};
+
+/// The engine kinds that the rules are tried on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Vllm,
+    Sglang,
+}
+
+impl Kind {
+    /// 100 blocks of 4 tokens, passes of 10 ms and at most 64 tokens.
+    pub(crate) fn config(self) -> EngineConfig {
+        self.of(|vllm| vllm, |sglang| sglang)
+    }
+
+    /// The same with other options.
+    pub(crate) fn of(
+        self,
+        vllm_options: impl FnOnce(VllmConfig) -> VllmConfig,
+        sglang_options: impl FnOnce(SglangConfig) -> SglangConfig,
+    ) -> EngineConfig {
+        // SGLang keeps as little free as it can, so that destinations fit as they do with vLLM, and has vLLM's lease.
+        let sglang =
+            sglang().with_num_reserved_decode_tokens(1).with_disaggregation_waiting_timeout(Duration::from_secs(30));
+        config_of_kind(match self {
+            Self::Vllm => EngineKind::Vllm(vllm_options(vllm())),
+            Self::Sglang => EngineKind::Sglang(sglang_options(sglang)),
+        })
+    }
+
+    /// A pool of so many blocks, and requests that fill it.
+    pub(crate) fn pool(self, blocks: u32) -> EngineConfig {
+        let config =
+            self.of(|vllm| vllm.with_num_gpu_blocks(blocks + 1), |sglang| sglang.with_max_total_tokens(blocks * 4));
+        config.with_max_model_len(blocks * 4)
+    }
+
+    /// Sources are held for so long.
+    pub(crate) fn leased(self, lease: Duration) -> EngineConfig {
+        self.of(|vllm| vllm.with_kv_lease(lease), |sglang| sglang.with_disaggregation_waiting_timeout(lease))
+    }
+
+    /// At most so many run, and a pass computes so many tokens.
+    pub(crate) fn narrow(self, running: u32, tokens: u32) -> EngineConfig {
+        self.of(
+            |vllm| vllm.with_max_num_seqs(running).with_max_num_batched_tokens(tokens),
+            |sglang| sglang.with_max_running_requests(running).with_chunked_prefill_size(Some(tokens)),
+        )
+    }
+
+    /// How this kind's engines hand over.
+    pub(crate) fn way(self) -> CoordinatorConfig {
+        CoordinatorConfig::of_kind(&self.config().kind)
+    }
+}
+
+/// Makes a test per kind of each function that is given one: `vllm::h01_…` and `sglang::h01_…`.
+macro_rules! for_every_kind {
+    ($($name:ident,)*) => {
+        mod vllm {
+            $(#[tokio::test(start_paused = true)] async fn $name() { super::$name($crate::kit::Kind::Vllm).await; })*
+        }
+        mod sglang {
+            $(#[tokio::test(start_paused = true)] async fn $name() { super::$name($crate::kit::Kind::Sglang).await; })*
+        }
+    };
+}
+pub(crate) use for_every_kind;
 
 pub(crate) type Event = Option<LiveHandoffEvent>;
 

@@ -3,14 +3,10 @@
 use std::time::Duration;
 
 use standin::timing::TimingConfig;
-use standin::{HandoffError, LiveEngine, LiveHandoffEvent, SourceEnd, Speedup, VllmConfig};
+use standin::{HandoffError, LiveEngine, LiveHandoffEvent, SourceEnd, Speedup};
 
-use crate::common::{at, config, config_of, durations, request, start, submit, vllm};
-use crate::kit::{Event, OK, assert_released, blocks, ms, source, within};
-
-fn leased(lease: Duration) -> VllmConfig {
-    vllm().with_kv_lease(lease)
-}
+use crate::common::{at, durations, request, start, submit};
+use crate::kit::{Event, Kind, OK, assert_released, blocks, for_every_kind, ms, source, within};
 
 fn expired(at: u64) -> Event {
     Some(LiveHandoffEvent::SourceEnded { at: ms(at), end: SourceEnd::Expired })
@@ -26,10 +22,9 @@ fn expired_leases(engine: &LiveEngine) -> u64 {
 }
 
 /// Nothing else runs: the actor wakes up for it, whatever the speedup.
-#[tokio::test(start_paused = true)]
-async fn h06_a_lease_that_ends_frees_the_blocks_and_is_counted() {
+async fn h06_a_lease_that_ends_frees_the_blocks_and_is_counted(kind: Kind) {
     for speedup in [Speedup::Factor(1.0), Speedup::Factor(10.0), Speedup::Instant] {
-        let engine = start(config().with_speedup(speedup));
+        let engine = start(kind.config().with_speedup(speedup));
         let mut side = source(&engine, 1, 8).await;
         let end = expires_at(side.event().await);
         let pass = match speedup {
@@ -48,9 +43,8 @@ async fn h06_a_lease_that_ends_frees_the_blocks_and_is_counted() {
     }
 }
 
-#[tokio::test(start_paused = true)]
-async fn h06_heartbeats_keep_a_source_for_as_long_as_they_come() {
-    let engine = start(config());
+async fn h06_heartbeats_keep_a_source_for_as_long_as_they_come(kind: Kind) {
+    let engine = start(kind.config());
     let mut side = source(&engine, 1, 8).await;
     assert_eq!(within(side.control.heartbeat()).await, OK, "not held yet: nothing to extend");
     assert_eq!(expires_at(side.event().await), 30_010);
@@ -64,9 +58,8 @@ async fn h06_heartbeats_keep_a_source_for_as_long_as_they_come() {
     assert_released(&engine).await;
 }
 
-#[tokio::test(start_paused = true)]
-async fn h06_an_early_heartbeat_never_shortens_a_lease() {
-    let engine = start(config());
+async fn h06_an_early_heartbeat_never_shortens_a_lease(kind: Kind) {
+    let engine = start(kind.config());
     let mut side = source(&engine, 1, 8).await;
     assert_eq!(expires_at(side.event().await), 30_010);
     at(&engine, 1_000).await;
@@ -75,12 +68,11 @@ async fn h06_an_early_heartbeat_never_shortens_a_lease() {
 }
 
 /// It is seen at the boundary, and any command before it finds the source over.
-#[tokio::test(start_paused = true)]
-async fn h06_a_lease_that_ends_during_a_long_pass() {
+async fn h06_a_lease_that_ends_during_a_long_pass(kind: Kind) {
     for command_at in [None, Some(20_000)] {
         let passes = durations(vec![Duration::from_millis(10), Duration::from_secs(60)]);
         let engine =
-            LiveEngine::builder(config_of(leased(Duration::from_secs(15)))).pass_timing(passes).start().expect("valid");
+            LiveEngine::builder(kind.leased(Duration::from_secs(15))).pass_timing(passes).start().expect("valid");
         let mut side = source(&engine, 1, 8).await;
         assert_eq!(expires_at(side.event().await), 15_010);
         let _long = submit(&engine, request(2, 8, 1)).await;
@@ -96,9 +88,8 @@ async fn h06_a_lease_that_ends_during_a_long_pass() {
     }
 }
 
-#[tokio::test(start_paused = true)]
-async fn h06_a_lease_of_zero_holds_nothing_beyond_its_pass() {
-    let engine = start(config_of(leased(Duration::ZERO)));
+async fn h06_a_lease_of_zero_holds_nothing_beyond_its_pass(kind: Kind) {
+    let engine = start(kind.leased(Duration::ZERO));
     let mut side = source(&engine, 1, 8).await;
     assert_eq!(expires_at(side.event().await), 10);
     assert_eq!((side.event().await, side.event().await), (expired(10), None));
@@ -107,10 +98,9 @@ async fn h06_a_lease_of_zero_holds_nothing_beyond_its_pass() {
 }
 
 /// Hundreds of leases that end at different times while passes run and after the last one.
-#[tokio::test(start_paused = true)]
-async fn h06_many_leases_end_each_at_its_time() {
+async fn h06_many_leases_end_each_at_its_time(kind: Kind) {
     let lease = Duration::from_millis(55);
-    let engine = start(config_of(leased(lease)).with_timing(TimingConfig::ConstantMs(7.0)));
+    let engine = start(kind.leased(lease).with_timing(TimingConfig::ConstantMs(7.0)));
     let mut sides = Vec::new();
     for n in 0..60 {
         at(&engine, u64::from(n) * 5).await;
@@ -126,4 +116,13 @@ async fn h06_many_leases_end_each_at_its_time() {
     }
     assert_released(&engine).await;
     assert_eq!(expired_leases(&engine), 60);
+}
+
+for_every_kind! {
+    h06_a_lease_that_ends_frees_the_blocks_and_is_counted,
+    h06_heartbeats_keep_a_source_for_as_long_as_they_come,
+    h06_an_early_heartbeat_never_shortens_a_lease,
+    h06_a_lease_that_ends_during_a_long_pass,
+    h06_a_lease_of_zero_holds_nothing_beyond_its_pass,
+    h06_many_leases_end_each_at_its_time,
 }

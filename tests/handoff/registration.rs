@@ -11,7 +11,9 @@ use tokio::runtime::Builder;
 use tokio::task::JoinSet;
 
 use crate::common::{at, config, cut, id, poll_once, read, request, start, submit, turns};
-use crate::kit::{OK, assert_released, blocks, destination, handoff_id, ms, register, reserved, source, within};
+use crate::kit::{
+    Kind, OK, assert_released, blocks, destination, for_every_kind, handoff_id, ms, register, reserved, source, within,
+};
 
 type Command<'a> = Pin<Box<dyn Future<Output = Result<(), HandoffError>> + 'a>>;
 
@@ -39,9 +41,8 @@ async fn submits_refused(engine: &LiveEngine, control: &LiveHandoffControl) -> [
     [prefill, refused.error]
 }
 
-#[tokio::test(start_paused = true)]
-async fn h01_an_id_is_registered_once_until_its_events_are_dropped() {
-    let engine = start(config());
+async fn h01_an_id_is_registered_once_until_its_events_are_dropped(kind: Kind) {
+    let engine = start(kind.config());
     let (control, events) = register(&engine, 1);
     assert_eq!((control.handoff_id(), events.handoff_id()), (handoff_id(1), handoff_id(1)));
     let refused = engine.register_handoff(handoff_id(1)).expect_err("it is registered");
@@ -57,9 +58,8 @@ async fn h01_an_id_is_registered_once_until_its_events_are_dropped() {
     assert!(engine.register_handoff(handoff_id(1)).is_err(), "the last one is untouched by the drop of an earlier one");
 }
 
-#[tokio::test(start_paused = true)]
-async fn h01_a_registration_ends_with_its_last_event_read_or_not() {
-    let engine = start(config());
+async fn h01_a_registration_ends_with_its_last_event_read_or_not(kind: Kind) {
+    let engine = start(kind.config());
     let held = source(&engine, 1, 8).await;
     at(&engine, 15).await;
     assert_eq!(within(held.control.release_source()).await, OK);
@@ -74,9 +74,8 @@ async fn h01_a_registration_ends_with_its_last_event_read_or_not() {
     assert!(read[0].is_some() && read[1].is_some() && read[2].is_none(), "unread events stay readable: {read:?}");
 }
 
-#[tokio::test(start_paused = true)]
-async fn h01_facts_that_nobody_listens_to_are_dropped_and_counted() {
-    let engine = start(config());
+async fn h01_facts_that_nobody_listens_to_are_dropped_and_counted(kind: Kind) {
+    let engine = start(kind.config());
     let held = source(&engine, 1, 8).await;
     drop(held.events);
     at(&engine, 15).await;
@@ -94,10 +93,9 @@ async fn h01_facts_that_nobody_listens_to_are_dropped_and_counted() {
 }
 
 /// The answer to a command is owed until the actor has seen it, and until what it did is shown.
-#[tokio::test(start_paused = true)]
-async fn h02_while_an_answer_is_owed_the_id_is_not_registered_again() {
+async fn h02_while_an_answer_is_owed_the_id_is_not_registered_again(kind: Kind) {
     for index in 0..6 {
-        let engine = start(config());
+        let engine = start(kind.config());
         let (control, events) = register(&engine, 1);
         let mut command = commands(&control).into_iter().nth(index).expect("one of them");
         assert_eq!(poll_once(&mut command), None);
@@ -110,9 +108,8 @@ async fn h02_while_an_answer_is_owed_the_id_is_not_registered_again() {
     }
 }
 
-#[tokio::test(start_paused = true)]
-async fn h02_an_owed_submission_is_taken_and_its_registration_stays() {
-    let engine = start(config());
+async fn h02_an_owed_submission_is_taken_and_its_registration_stays(kind: Kind) {
+    let engine = start(kind.config());
     let (control, events) = register(&engine, 1);
     let (registration, mut stream) = engine.prepare_request(request(1, 8, 1)).expect("valid");
     let mut submitted = Box::pin(control.submit_prefill(registration));
@@ -135,9 +132,8 @@ async fn h02_an_owed_submission_is_taken_and_its_registration_stays() {
     assert_released(&engine).await;
 }
 
-#[tokio::test(start_paused = true)]
-async fn h03_a_control_of_an_earlier_registration_is_superseded() {
-    let engine = start(config());
+async fn h03_a_control_of_an_earlier_registration_is_superseded(kind: Kind) {
+    let engine = start(kind.config());
     let (earlier, events) = register(&engine, 1);
     drop(events);
     let (control, mut events) = register(&engine, 1);
@@ -163,9 +159,8 @@ async fn h03_a_control_of_an_earlier_registration_is_superseded() {
 }
 
 /// The registration whose place is taken is over for its events too; the requests that run go on.
-#[tokio::test(start_paused = true)]
-async fn h03_a_later_submission_takes_the_place_of_an_earlier_registration() {
-    let engine = start(config());
+async fn h03_a_later_submission_takes_the_place_of_an_earlier_registration(kind: Kind) {
+    let engine = start(kind.config());
     let mut held = source(&engine, 1, 8).await;
     assert!(held.event().await.is_some());
     drop(held.events);
@@ -189,9 +184,8 @@ async fn h03_a_later_submission_takes_the_place_of_an_earlier_registration() {
     assert_released(&engine).await;
 }
 
-#[tokio::test(start_paused = true)]
-async fn h04_a_control_without_events_may_release_and_cancel_but_not_submit() {
-    let engine = start(config());
+async fn h04_a_control_without_events_may_release_and_cancel_but_not_submit(kind: Kind) {
+    let engine = start(kind.config());
     let (control, events) = register(&engine, 1);
     drop(events);
     assert_eq!(submits_refused(&engine, &control).await, [HandoffError::EventsDropped, HandoffError::EventsDropped]);
@@ -226,10 +220,9 @@ async fn h04_a_control_without_events_may_release_and_cancel_but_not_submit() {
 }
 
 /// Each pair is polled once, in both orders; what counts is which was polled first.
-#[tokio::test(start_paused = true)]
-async fn h04_commands_apply_in_the_order_of_their_first_poll() {
+async fn h04_commands_apply_in_the_order_of_their_first_poll(kind: Kind) {
     for activate_first in [true, false] {
-        let engine = start(config());
+        let engine = start(kind.config());
         let mut waits = destination(&engine, 1, 8, 1).await;
         assert_eq!(waits.event().await, reserved(0, 8));
         let mut activate = Box::pin(waits.control.activate_destination(None));
@@ -248,9 +241,8 @@ async fn h04_commands_apply_in_the_order_of_their_first_poll() {
 }
 
 /// A command that was polled once and dropped keeps its place, ahead of those polled later.
-#[tokio::test(start_paused = true)]
-async fn h04_a_dropped_command_keeps_its_place() {
-    let engine = start(config());
+async fn h04_a_dropped_command_keeps_its_place(kind: Kind) {
+    let engine = start(kind.config());
     let (control, mut events) = register(&engine, 1);
     let (registration, _stream) = engine.prepare_request(request(1, 8, 1)).expect("valid");
     let mut submitted = Box::pin(control.submit_prefill(registration));
@@ -266,9 +258,8 @@ async fn h04_a_dropped_command_keeps_its_place() {
 }
 
 /// Handoff commands need no place in the command lane: a full one delays them no more than their turn.
-#[tokio::test(start_paused = true)]
-async fn h04_a_full_command_lane_holds_no_handoff_command_up() {
-    let engine = start(config());
+async fn h04_a_full_command_lane_holds_no_handoff_command_up(kind: Kind) {
+    let engine = start(kind.config());
     let mut held = source(&engine, 1, 8).await;
     assert!(held.event().await.is_some());
     within(engine.set_scheduling(SchedulingState::Stopped)).await.expect("running");
@@ -288,9 +279,8 @@ async fn h04_a_full_command_lane_holds_no_handoff_command_up() {
     assert_released(&engine).await;
 }
 
-#[tokio::test(start_paused = true)]
-async fn h04_handoff_commands_do_not_overtake_ordinary_submissions() {
-    let engine = start(config());
+async fn h04_handoff_commands_do_not_overtake_ordinary_submissions(kind: Kind) {
+    let engine = start(kind.config());
     let mut ordinary = Box::pin(engine.submit(request(1, 60, 1)));
     assert!(poll_once(&mut ordinary).is_none());
     let source = source(&engine, 2, 60).await;
@@ -341,4 +331,19 @@ fn h02_registrations_race_for_one_id() {
     };
     let ended = runtime.block_on(async { tokio::time::timeout(Duration::from_secs(60), rounds).await });
     assert!(ended.is_ok(), "somebody waits for ever, or blocks are left");
+}
+
+for_every_kind! {
+    h01_an_id_is_registered_once_until_its_events_are_dropped,
+    h01_a_registration_ends_with_its_last_event_read_or_not,
+    h01_facts_that_nobody_listens_to_are_dropped_and_counted,
+    h02_while_an_answer_is_owed_the_id_is_not_registered_again,
+    h02_an_owed_submission_is_taken_and_its_registration_stays,
+    h03_a_control_of_an_earlier_registration_is_superseded,
+    h03_a_later_submission_takes_the_place_of_an_earlier_registration,
+    h04_a_control_without_events_may_release_and_cancel_but_not_submit,
+    h04_commands_apply_in_the_order_of_their_first_poll,
+    h04_a_dropped_command_keeps_its_place,
+    h04_a_full_command_lane_holds_no_handoff_command_up,
+    h04_handoff_commands_do_not_overtake_ordinary_submissions,
 }

@@ -5,8 +5,8 @@ use std::task::Context;
 use standin::{FinishReason, HandoffError, LiveEngine, LiveHandoffEvent, SourceEnd};
 use tokio::sync::watch;
 
-use crate::common::{Log, at, config, config_of, cut, load, read, request, start, submit, turns, vllm, whole};
-use crate::kit::{Event, OK, assert_released, blocks, ms, register, source, source_of, within};
+use crate::common::{Log, at, config_of, cut, load, read, request, start, submit, turns, vllm, whole};
+use crate::kit::{Event, Kind, OK, assert_released, blocks, for_every_kind, ms, register, source, source_of, within};
 
 const CANCELLED: FinishReason = FinishReason::Cancelled;
 
@@ -14,9 +14,8 @@ fn ended(at: u64, end: SourceEnd) -> Event {
     Some(LiveHandoffEvent::SourceEnded { at: ms(at), end })
 }
 
-#[tokio::test(start_paused = true)]
-async fn h06_release_before_it_is_held_is_refused_and_afterwards_frees_once() {
-    let engine = start(config());
+async fn h06_release_before_it_is_held_is_refused_and_afterwards_frees_once(kind: Kind) {
+    let engine = start(kind.config());
     let mut held = source(&engine, 1, 8).await;
     at(&engine, 5).await;
     assert_eq!(within(held.control.release_source()).await, Err(HandoffError::NotHeld));
@@ -35,9 +34,8 @@ async fn h06_release_before_it_is_held_is_refused_and_afterwards_frees_once() {
 }
 
 /// The wakers note, synchronously, in which order it is seen.
-#[tokio::test(start_paused = true)]
-async fn h06_the_answer_comes_when_what_it_did_is_shown() {
-    let engine = start(config());
+async fn h06_the_answer_comes_when_what_it_did_is_shown(kind: Kind) {
+    let engine = start(kind.config());
     let mut held = source(&engine, 1, 8).await;
     assert!(held.event().await.is_some());
     at(&engine, 15).await;
@@ -54,12 +52,16 @@ async fn h06_the_answer_comes_when_what_it_did_is_shown() {
 }
 
 /// One slot and chunks of 4 tokens: the first request runs, the second one waits.
-#[tokio::test(start_paused = true)]
-async fn h06_cancel_removes_a_source_that_is_queued_running_or_held() {
+async fn h06_cancel_removes_a_source_that_is_queued_running_or_held(kind: Kind) {
+    let outputs: &[f64] = if kind == Kind::Vllm { &[30.0, 40.0, 50.0, 60.0] } else { &[30.0] };
     for (n, cancel_at, tokens, told) in
         [(2, 5, vec![], 0), (1, 15, vec![], 0), (1, 45, vec![30.0, 40.0], 0), (1, 65, vec![], 1)]
     {
-        let engine = start(config_of(vllm().with_max_num_seqs(1).with_max_num_batched_tokens(4)));
+        if kind == Kind::Sglang && !tokens.is_empty() {
+            // It is held after its first token.
+            continue;
+        }
+        let engine = start(kind.narrow(1, 4));
         let mut running = source_of(&engine, 1, request(1, 12, 4)).await;
         let mut queued = source_of(&engine, 2, request(2, 4, 8)).await;
         at(&engine, cancel_at).await;
@@ -76,7 +78,8 @@ async fn h06_cancel_removes_a_source_that_is_queued_running_or_held() {
             let boundary = (cancel_at / 10 * 10 + 10) as f64;
             assert_eq!(read(&mut side.stream).await, cut(n, &tokens, CANCELLED, boundary), "at {cancel_at} ms");
         } else {
-            assert_eq!(read(&mut side.stream).await, whole(1, &[30.0, 40.0, 50.0, 60.0]));
+            let signals = read(&mut side.stream).await;
+            assert_eq!(signals.iter().map(|signal| signal.2).collect::<Vec<_>>(), outputs);
         }
         drop((running, queued));
         at(&engine, 1_000).await;
@@ -85,10 +88,9 @@ async fn h06_cancel_removes_a_source_that_is_queued_running_or_held() {
 }
 
 /// While a pass is in flight the answer comes at once, and what is freed is there for the next pass.
-#[tokio::test(start_paused = true)]
-async fn h06_a_release_during_a_pass_is_answered_at_once() {
-    // 9 usable blocks: 8 are held, 1 is used by another request, and a third one needs 8.
-    let engine = start(config_of(vllm().with_num_gpu_blocks(10)).with_max_model_len(36));
+async fn h06_a_release_during_a_pass_is_answered_at_once(kind: Kind) {
+    // 12 usable blocks: 8 are held, 1 is used by another request, and a third one needs 8.
+    let engine = start(kind.pool(12));
     let held = source(&engine, 1, 32).await;
     at(&engine, 15).await;
     let mut running = submit(&engine, request(2, 2, 3)).await;
@@ -97,7 +99,9 @@ async fn h06_a_release_during_a_pass_is_answered_at_once() {
     assert_eq!(load(&engine).1, 0);
     assert_eq!(within(held.control.release_source()).await, OK);
     assert_eq!(engine.now(), ms(20));
-    assert_eq!(read(&mut running).await, whole(2, &[25.0, 35.0, 45.0]));
+    // Prefill and decode share a pass, or prefill goes first.
+    let times: [f64; 3] = if kind == Kind::Vllm { [25.0, 35.0, 45.0] } else { [25.0, 45.0, 55.0] };
+    assert_eq!(read(&mut running).await, whole(2, &times));
     assert_eq!(read(&mut waiting).await, whole(3, &[35.0]));
 }
 
@@ -123,28 +127,28 @@ async fn h06_held_blocks_are_never_taken() {
 }
 
 /// The request of a source is a request like any other: its own stream cancels it.
-#[tokio::test(start_paused = true)]
-async fn h06_a_source_ends_with_its_request() {
+async fn h06_a_source_ends_with_its_request(kind: Kind) {
     for drops in [false, true] {
-        let engine = start(config());
+        // With SGLang it is held as soon as it has a token.
+        let (ends_at, tokens): (u64, &[f64]) = if kind == Kind::Vllm { (15, &[10.0]) } else { (5, &[]) };
+        let engine = start(kind.config());
         let mut side = source_of(&engine, 1, request(1, 8, 4)).await;
-        at(&engine, 15).await;
+        at(&engine, ends_at).await;
         if drops {
             drop(side.stream);
         } else {
             assert_eq!(within(side.stream.cancel()).await, Ok(true));
-            assert_eq!(read(&mut side.stream).await, cut(1, &[10.0], CANCELLED, 15.0));
+            assert_eq!(read(&mut side.stream).await, cut(1, tokens, CANCELLED, ends_at as f64));
         }
-        assert_eq!(within(side.events.recv()).await, ended(15, SourceEnd::Cancelled));
+        assert_eq!(within(side.events.recv()).await, ended(ends_at, SourceEnd::Cancelled));
         assert_eq!(within(side.events.recv()).await, None);
         assert_eq!(within(side.control.release_source()).await, OK, "over already");
         assert_released(&engine).await;
     }
 }
 
-#[tokio::test(start_paused = true)]
-async fn h06_a_source_that_outgrows_the_pool_holds_nothing() {
-    let engine = start(config_of(vllm().with_num_gpu_blocks(10)).with_max_model_len(36));
+async fn h06_a_source_that_outgrows_the_pool_holds_nothing(kind: Kind) {
+    let engine = start(kind.pool(9));
     let (control, mut events) = register(&engine, 1);
     // Another handoff holds 5 of 9 blocks; the source needs 9 in the end and waits for them.
     let held = source(&engine, 2, 20).await;
@@ -159,9 +163,8 @@ async fn h06_a_source_that_outgrows_the_pool_holds_nothing() {
     assert_released(&engine).await;
 }
 
-#[tokio::test(start_paused = true)]
-async fn h06_the_wrong_side_is_an_error_that_changes_nothing() {
-    let engine = start(config());
+async fn h06_the_wrong_side_is_an_error_that_changes_nothing(kind: Kind) {
+    let engine = start(kind.config());
     let held = source(&engine, 1, 8).await;
     at(&engine, 15).await;
     for refused in [
@@ -185,10 +188,9 @@ async fn h06_the_wrong_side_is_an_error_that_changes_nothing() {
 }
 
 /// The gate holds passes and their ends, not commands.
-#[tokio::test(start_paused = true)]
-async fn h06_commands_are_answered_while_the_gate_is_closed() {
+async fn h06_commands_are_answered_while_the_gate_is_closed(kind: Kind) {
     let (gate, opened) = watch::channel(true);
-    let engine = LiveEngine::builder(config()).output_gate(opened).start().expect("valid");
+    let engine = LiveEngine::builder(kind.config()).output_gate(opened).start().expect("valid");
     let mut held = source(&engine, 1, 8).await;
     assert!(held.event().await.is_some());
     let mut running = source_of(&engine, 2, request(2, 8, 3)).await;
@@ -210,4 +212,15 @@ async fn h06_commands_are_answered_while_the_gate_is_closed() {
     turns().await;
     assert_eq!(within(running.control.cancel_source()).await, OK);
     assert_released(&engine).await;
+}
+
+for_every_kind! {
+    h06_release_before_it_is_held_is_refused_and_afterwards_frees_once,
+    h06_the_answer_comes_when_what_it_did_is_shown,
+    h06_cancel_removes_a_source_that_is_queued_running_or_held,
+    h06_a_release_during_a_pass_is_answered_at_once,
+    h06_a_source_ends_with_its_request,
+    h06_a_source_that_outgrows_the_pool_holds_nothing,
+    h06_the_wrong_side_is_an_error_that_changes_nothing,
+    h06_commands_are_answered_while_the_gate_is_closed,
 }

@@ -8,9 +8,9 @@ use standin::{
 };
 
 use crate::common::{
-    Log, at, config, config_of, id, load, poll_once, read, request, start, submit, throttle, tokens, turns, vllm, whole,
+    Log, at, config, id, load, poll_once, read, request, start, submit, throttle, tokens, turns, whole,
 };
-use crate::kit::{Event, OK, assert_released, blocks, ms, source, source_of, within};
+use crate::kit::{Event, Kind, OK, assert_released, blocks, for_every_kind, ms, source, source_of, within};
 
 /// What [`source`] is told by an engine whose transfers are not modelled.
 fn held(at: u64, full_prompt_tokens: u32, first_token: u32, overlapped_ms: u64) -> Event {
@@ -23,9 +23,8 @@ fn held(at: u64, full_prompt_tokens: u32, first_token: u32, overlapped_ms: u64) 
     })
 }
 
-#[tokio::test(start_paused = true)]
-async fn h05_the_source_is_held_after_its_pass_and_its_blocks_stay() {
-    let engine = start(config());
+async fn h05_the_source_is_held_after_its_pass_and_its_blocks_stay(kind: Kind) {
+    let engine = start(kind.config());
     let mut source = source(&engine, 1, 10).await;
     at(&engine, 5).await;
     assert!(poll_once(&mut Box::pin(source.events.recv())).is_none(), "not before its pass ends");
@@ -42,15 +41,14 @@ async fn h05_the_source_is_held_after_its_pass_and_its_blocks_stay() {
 }
 
 /// The wakers note, synchronously, in which order the dispatcher delivers.
-#[tokio::test(start_paused = true)]
-async fn h05_outputs_come_before_the_fact_and_the_fact_before_the_metrics() {
+async fn h05_outputs_come_before_the_fact_and_the_fact_before_the_metrics(kind: Kind) {
     let log = Log::default();
     let sink_log = log.clone();
     let sink = move |_: u32, _: &PassMetrics| {
         sink_log.note("pass metrics");
         Ok(())
     };
-    let engine = LiveEngine::builder(config()).pass_metrics_sink(sink).start().expect("valid");
+    let engine = LiveEngine::builder(kind.config()).pass_metrics_sink(sink).start().expect("valid");
     let mut source = source(&engine, 1, 8).await;
     turns().await;
     let mut metrics = engine.metrics_receiver();
@@ -65,18 +63,16 @@ async fn h05_outputs_come_before_the_fact_and_the_fact_before_the_metrics() {
     assert_eq!(log.take(), ["pass metrics", "output", "fact", "metrics"]);
 }
 
-#[tokio::test(start_paused = true)]
-async fn h05_a_prefill_in_chunks_tells_what_a_transfer_can_lie_under() {
-    let engine = start(config_of(vllm().with_max_num_seqs(4).with_max_num_batched_tokens(4)));
+async fn h05_a_prefill_in_chunks_tells_what_a_transfer_can_lie_under(kind: Kind) {
+    let engine = start(kind.narrow(4, 4));
     let mut source = source(&engine, 1, 10).await;
     // Chunks of 4, 4 and 2 tokens: the first one ends at 10 ms, the last one at 30 ms.
     assert_eq!(source.event().await, held(30, 10, 101, 20));
 }
 
 /// Not from its submission on, and not from a preemption on.
-#[tokio::test(start_paused = true)]
-async fn h05_the_first_chunk_counts_from_the_admission() {
-    let engine = start(config_of(vllm().with_max_num_seqs(1).with_max_num_batched_tokens(8)));
+async fn h05_the_first_chunk_counts_from_the_admission(kind: Kind) {
+    let engine = start(kind.narrow(1, 8));
     let _first = submit(&engine, request(9, 8, 3)).await;
     let mut source = source(&engine, 1, 16).await;
     assert_eq!(source.event().await, held(50, 16, 101, 10));
@@ -127,9 +123,8 @@ async fn h05_a_throttled_source_is_held_when_it_has_been_read() {
     assert_eq!(within(events.recv()).await, held(520, 8, 101, 510));
 }
 
-#[tokio::test(start_paused = true)]
-async fn h05_a_source_whose_request_cannot_run_is_refused_and_comes_back() {
-    let engine = start(config());
+async fn h05_a_source_whose_request_cannot_run_is_refused_and_comes_back(kind: Kind) {
+    let engine = start(kind.config());
     let (control, _events) = crate::kit::register(&engine, 1);
     let taken = engine.prepare_request(request(1, 8, 1)).expect("valid");
     within(control.submit_prefill(taken.0)).await.expect("taken");
@@ -137,7 +132,7 @@ async fn h05_a_source_whose_request_cannot_run_is_refused_and_comes_back() {
     let refused = within(control.submit_prefill(second)).await.expect_err("one request per registration");
     assert!(matches!(refused.error, HandoffError::Scheduler(_)), "{:?}", refused.error);
     assert_eq!(refused.registration.id(), id(2));
-    let other = start(config());
+    let other = start(kind.config());
     let (foreign, _stream) = other.prepare_request(request(3, 8, 1)).expect("valid");
     let refused = within(control.submit_prefill(foreign)).await.expect_err("another engine's");
     assert_eq!(refused.error, HandoffError::ForeignRegistration);
@@ -148,9 +143,8 @@ async fn h05_a_source_whose_request_cannot_run_is_refused_and_comes_back() {
     assert_eq!(refused.error, HandoffError::Cancelled);
 }
 
-#[tokio::test(start_paused = true)]
-async fn h05_a_request_for_no_output_has_nothing_to_hand_over() {
-    let engine = LiveEngine::builder(config()).allow_zero_output(true).start().expect("valid");
+async fn h05_a_request_for_no_output_has_nothing_to_hand_over(kind: Kind) {
+    let engine = LiveEngine::builder(kind.config()).allow_zero_output(true).start().expect("valid");
     let (control, _events) = crate::kit::register(&engine, 1);
     let (registration, mut stream) = engine.prepare_request(request(1, 8, 0)).expect("allowed");
     let refused = within(control.submit_prefill(registration)).await.expect_err("no first token");
@@ -161,8 +155,7 @@ async fn h05_a_request_for_no_output_has_nothing_to_hand_over() {
     assert_eq!(tokens(1, 0), Vec::<u32>::new());
 }
 
-#[tokio::test(start_paused = true)]
-async fn h12_the_engine_tells_what_a_transfer_costs() {
+async fn h12_the_engine_tells_what_a_transfer_costs(kind: Kind) {
     let timing = TransferTiming {
         mode: TransferTimingMode::MissingTokens,
         full_prompt_tokens: 7,
@@ -170,7 +163,7 @@ async fn h12_the_engine_tells_what_a_transfer_costs() {
         bandwidth_gb_s: Some(25.0),
         setup: Duration::from_micros(50),
     };
-    let engine = LiveEngine::builder(config()).transfer_timing(timing).start().expect("valid");
+    let engine = LiveEngine::builder(kind.config()).transfer_timing(timing).start().expect("valid");
     let mut source = source(&engine, 1, 10).await;
     let Some(LiveHandoffEvent::SourceHeld { timing: told, .. }) = source.event().await else { panic!("held first") };
     assert_eq!(told, TransferTiming { full_prompt_tokens: 10, ..timing }, "the prompt's tokens are filled in");
@@ -178,8 +171,18 @@ async fn h12_the_engine_tells_what_a_transfer_costs() {
     assert_eq!(told.delay(6), Some(Duration::from_nanos(50_000 + 31_457)));
     for bandwidth in [-1.0, f64::NAN, f64::INFINITY] {
         let timing = TransferTiming { bandwidth_gb_s: Some(bandwidth), ..timing };
-        let error = LiveEngine::builder(config()).transfer_timing(timing).start().expect_err("refused");
+        let error = LiveEngine::builder(kind.config()).transfer_timing(timing).start().expect_err("refused");
         let StartError::Config(error) = error else { panic!("{error}") };
         assert!(error.to_string().starts_with("transfer_timing.bandwidth_gb_s = "), "{error}");
     }
+}
+
+for_every_kind! {
+    h05_the_source_is_held_after_its_pass_and_its_blocks_stay,
+    h05_outputs_come_before_the_fact_and_the_fact_before_the_metrics,
+    h05_a_prefill_in_chunks_tells_what_a_transfer_can_lie_under,
+    h05_the_first_chunk_counts_from_the_admission,
+    h05_a_source_whose_request_cannot_run_is_refused_and_comes_back,
+    h05_a_request_for_no_output_has_nothing_to_hand_over,
+    h12_the_engine_tells_what_a_transfer_costs,
 }

@@ -452,3 +452,18 @@ fn a_reset_spares_pages_that_are_held_for_a_transfer() {
         assert_eq!(rig.command(Command::ResetPrefixCache { reset_running_requests }), refused);
     }
 }
+
+/// Preempted, it would come back before the one that preempted it, and so on for ever.
+#[test]
+fn by_priority_nobody_takes_the_place_of_a_destination() {
+    let options = open().with_max_running_requests(1).with_enable_priority_scheduling(true);
+    let mut rig = Rig::new(options);
+    rig.destination(key(1, 1), request(1, 5, 5));
+    rig.facts();
+    rig.activate(key(1, 1), Some(1));
+    rig.pass();
+    let important = rig.submit(request(2, 5, 1).with_priority(100));
+    let log = rig.run();
+    assert!(log.iter().all(|done| done.preempted.is_empty()));
+    assert_eq!(log.iter().position(|done| done.prefill == [(important, 5)]), Some(3), "when it has all its tokens");
+}

@@ -322,7 +322,10 @@ impl SglangCore {
         let sequence = &self.book.sequences[candidate];
         let (importance, threshold) =
             (self.importance(sequence.priority), i64::from(self.options.priority_scheduling_preemption_threshold));
-        let mut victims: Vec<Handle> = self.book.running.swept().to_vec();
+        // SGLang has destinations only on servers that prefill nothing, so nobody takes their places.
+        let running = self.book.running.swept().iter().copied();
+        let mut victims: Vec<Handle> =
+            running.filter(|&handle| !self.book.sequences[handle].is_destination()).collect();
         victims.sort_by_key(|&handle| std::cmp::Reverse(self.priority_key(handle)));
         let mut missing = f64::from(sequence.short_of) + f64::from(clipped(sequence.output_limit))
             - batch.budget.remaining_total(&self.kv);
