@@ -13,7 +13,7 @@ use standin::timing::TimingConfig;
 use standin::{
     Applied, Cancelled, Command, CommandError, DestinationState, Effects, EngineConfig, EngineKind, EngineTime,
     HandoffFact, HandoffId, HandoffKey, HandoffRefusal, HandoffSide, LoadFailurePolicy, Pass, Request, Scheduler,
-    SequenceId, SequenceStatus, SourceState, Speedup, Submission, VllmConfig,
+    SequenceId, SequenceStatus, SglangConfig, SourceState, Speedup, Submission, VllmConfig,
 };
 use uuid::Uuid;
 
@@ -65,9 +65,47 @@ enum Action {
     Cancel(Reg),
 }
 
+/// Whose scheduler is explored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Engine {
+    Vllm(LoadFailurePolicy),
+    Sglang,
+}
+
+impl Engine {
+    fn kind(self) -> EngineKind {
+        match self {
+            Self::Vllm(policy) => EngineKind::Vllm(
+                VllmConfig::default()
+                    .with_block_size(4)
+                    .with_num_gpu_blocks(USABLE_BLOCKS + 1)
+                    .with_max_num_seqs(2)
+                    .with_max_num_batched_tokens(16)
+                    .with_enable_prefix_caching(false)
+                    .with_kv_load_failure_policy(policy),
+            ),
+            // With the leases of the other one.
+            Self::Sglang => EngineKind::Sglang(
+                SglangConfig::default()
+                    .with_page_size(4)
+                    .with_max_total_tokens(USABLE_BLOCKS * 4)
+                    .with_max_running_requests(2)
+                    .with_disable_radix_cache(true)
+                    .with_num_reserved_decode_tokens(1)
+                    .with_disaggregation_waiting_timeout(A_WHILE * 2),
+            ),
+        }
+    }
+
+    /// What a source hands over, where that is of interest.
+    fn first_token(self) -> Option<u32> {
+        (self == Self::Sglang).then_some(7)
+    }
+}
+
 /// What is explored.
 struct Space {
-    policy: LoadFailurePolicy,
+    engine: Engine,
     /// Registrations that can take either side.
     both: &'static [Reg],
     /// Registrations that are sources.
@@ -81,7 +119,7 @@ impl Space {
         for &reg in self.both {
             all.extend([Reserve(reg), Activate(reg), CancelDestination(reg), Fail(reg, 0)]);
             // A part of a load counts only where the rest is computed.
-            all.extend((self.policy == LoadFailurePolicy::Recompute).then_some(Fail(reg, 4)));
+            all.extend((self.engine == Engine::Vllm(LoadFailurePolicy::Recompute)).then_some(Fail(reg, 4)));
         }
         for &reg in self.both.iter().chain(self.sources) {
             all.extend([Prefill(reg), Release(reg), CancelSource(reg), Heartbeat(reg), Cancel(reg)]);
@@ -99,6 +137,7 @@ struct Told {
 }
 
 struct World {
+    engine: Engine,
     scheduler: Scheduler,
     pass: Option<Pass>,
     now: EngineTime,
@@ -114,19 +153,13 @@ enum Did {
 }
 
 impl World {
-    fn new(policy: LoadFailurePolicy) -> Self {
-        let vllm = VllmConfig::default()
-            .with_block_size(4)
-            .with_num_gpu_blocks(USABLE_BLOCKS + 1)
-            .with_max_num_seqs(2)
-            .with_max_num_batched_tokens(16)
-            .with_enable_prefix_caching(false)
-            .with_kv_load_failure_policy(policy);
-        let config = EngineConfig::new(EngineKind::Vllm(vllm))
+    fn new(engine: Engine) -> Self {
+        let config = EngineConfig::new(engine.kind())
             .with_max_model_len(64)
             .with_timing(TimingConfig::ConstantMs(1.0))
             .with_speedup(Speedup::Instant);
         Self {
+            engine,
             scheduler: Scheduler::new(&config).expect("a usable configuration"),
             pass: None,
             now: EngineTime::from_millis(1),
@@ -158,6 +191,7 @@ impl World {
             REGISTRATIONS.map(Reg::sequence).into_iter().chain([ORDINARY]).filter(|&id| view.sequence(id).is_some());
         arriving.collect::<Vec<_>>().hash(&mut hasher);
         let deadline = self.scheduler.next_deadline().map(|next| next.saturating_since(self.now));
+        view.token_pool().map(|pool| (pool.batch_is_full, pool.chunked)).hash(&mut hasher);
         (view.pool().num_free_blocks(), deadline, self.pass.is_some(), &self.told).hash(&mut hasher);
         let rows: Option<Vec<_>> = self.pass.as_ref().map(|pass| pass.rows().iter().map(|row| row.sequence).collect());
         (rows, self.ordinary_submitted).hash(&mut hasher);
@@ -239,7 +273,7 @@ impl World {
         let command = match action {
             Prefill(_) => Command::SubmitPrefill { handoff, submission: Self::submission(reg.sequence(), 8, 1) },
             Reserve(_) => Command::ReserveDestination { handoff, submission: Self::submission(reg.sequence(), 8, 2) },
-            Activate(_) => Command::ActivateDestination { handoff, first_token: None },
+            Activate(_) => Command::ActivateDestination { handoff, first_token: self.engine.first_token() },
             Release(_) => Command::ReleaseSource { handoff },
             CancelSource(_) => Command::CancelSource { handoff },
             CancelDestination(_) => Command::CancelDestination { handoff },
@@ -310,7 +344,7 @@ impl World {
         match self.scheduler.cancel(sequence, self.now) {
             Cancelled::Removed => Did::Something,
             Cancelled::Unknown => Did::Nothing,
-            Cancelled::Ending => unreachable!("vLLM's scheduler frees at once"),
+            Cancelled::Ending => unreachable!("it is configured to free at once"),
         }
     }
 
@@ -442,14 +476,14 @@ struct Node {
     action: Action,
 }
 
-fn replay(nodes: &[Node], node: usize, policy: LoadFailurePolicy) -> World {
+fn replay(nodes: &[Node], node: usize, engine: Engine) -> World {
     let mut path = Vec::new();
     let mut at = node;
     while at > 0 {
         path.push(nodes[at].action);
         at = nodes[at].parent;
     }
-    let mut world = World::new(policy);
+    let mut world = World::new(engine);
     for action in path.into_iter().rev() {
         world.act(action);
     }
@@ -460,11 +494,11 @@ fn replay(nodes: &[Node], node: usize, policy: LoadFailurePolicy) -> World {
 fn explore(space: &Space) -> (usize, usize) {
     let actions = space.actions();
     let mut nodes = vec![Node { parent: 0, action: Action::Begin }];
-    let mut seen = HashSet::from([World::new(space.policy).state()]);
+    let mut seen = HashSet::from([World::new(space.engine).state()]);
     let mut open = VecDeque::from([0]);
     let mut transitions = 0;
     while let Some(node) = open.pop_front() {
-        let mut world = replay(&nodes, node, space.policy);
+        let mut world = replay(&nodes, node, space.engine);
         let state = world.state();
         for &action in &actions {
             transitions += 1;
@@ -476,7 +510,7 @@ fn explore(space: &Space) -> (usize, usize) {
                 nodes.push(Node { parent: node, action });
                 open.push_back(nodes.len() - 1);
             }
-            world = replay(&nodes, node, space.policy);
+            world = replay(&nodes, node, space.engine);
         }
         world.close();
     }
@@ -486,7 +520,8 @@ fn explore(space: &Space) -> (usize, usize) {
 #[test]
 fn both_machines_are_explored_and_everything_ends_from_everywhere() {
     let both = &[Reg(0, 1), Reg(0, 2)];
-    let (states, transitions) = explore(&Space { policy: LoadFailurePolicy::Fail, both, sources: &[Reg(1, 1)] });
+    let (states, transitions) =
+        explore(&Space { engine: Engine::Vllm(LoadFailurePolicy::Fail), both, sources: &[Reg(1, 1)] });
     println!("{states} states, {transitions} transitions");
     assert!(states >= 20_000, "{states} states");
     assert!(transitions >= 600_000, "{transitions} transitions");
@@ -495,10 +530,20 @@ fn both_machines_are_explored_and_everything_ends_from_everywhere() {
 #[test]
 fn failed_loads_that_are_computed_again_are_explored() {
     let both = &[Reg(0, 1), Reg(0, 2)];
-    let (states, transitions) = explore(&Space { policy: LoadFailurePolicy::Recompute, both, sources: &[] });
+    let (states, transitions) =
+        explore(&Space { engine: Engine::Vllm(LoadFailurePolicy::Recompute), both, sources: &[] });
     println!("{states} states, {transitions} transitions");
     assert!(states >= 3_000, "{states} states");
     assert!(transitions >= 70_000, "{transitions} transitions");
+}
+
+#[test]
+fn sglangs_machines_are_explored_and_everything_ends_from_everywhere() {
+    let both = &[Reg(0, 1), Reg(0, 2)];
+    let (states, transitions) = explore(&Space { engine: Engine::Sglang, both, sources: &[Reg(1, 1)] });
+    println!("{states} states, {transitions} transitions");
+    assert!(states >= 19_000, "{states} states");
+    assert!(transitions >= 560_000, "{transitions} transitions");
 }
 
 /// Two handoffs registered twice each, on either side: 1,250,000 states and 55 million transitions. Minutes
@@ -506,9 +551,9 @@ fn failed_loads_that_are_computed_again_are_explored() {
 #[test]
 #[ignore = "minutes, and only in release"]
 fn two_handoffs_on_either_side_are_explored() {
-    for policy in [LoadFailurePolicy::Fail, LoadFailurePolicy::Recompute] {
-        let (states, transitions) = explore(&Space { policy, both: &REGISTRATIONS, sources: &[] });
-        println!("{policy:?}: {states} states, {transitions} transitions");
+    for engine in [Engine::Vllm(LoadFailurePolicy::Fail), Engine::Vllm(LoadFailurePolicy::Recompute), Engine::Sglang] {
+        let (states, transitions) = explore(&Space { engine, both: &REGISTRATIONS, sources: &[] });
+        println!("{engine:?}: {states} states, {transitions} transitions");
         assert!(states >= 500_000, "{states} states");
         assert!(transitions >= 20_000_000, "{transitions} transitions");
     }

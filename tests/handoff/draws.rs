@@ -5,10 +5,12 @@ use std::time::Duration;
 use standin::handoff::{CoordinatorConfig, FaultRates, FirstToken, HandoffOrder, LinkSharing, TransferFailurePolicy};
 use standin::timing::PassWork;
 use standin::{
-    EngineConfig, LiveEngine, LiveHandoff, LiveLink, LoadFailurePolicy, Request, TransferTiming, TransferTimingMode,
+    EngineKind, LiveEngine, LiveHandoff, LiveLink, LoadFailurePolicy, Request, TransferTiming, TransferTimingMode,
 };
 
-use crate::common::{FULL, Timing, buffered, cancel_on_overflow, config_of, id, throttle, tokens, vllm};
+use crate::common::{
+    FULL, Timing, buffered, cancel_on_overflow, config_of, config_of_kind, id, sglang, throttle, tokens, vllm,
+};
 
 /// SplitMix64 (Steele et al., OOPSLA 2014): enough for picking moments.
 #[derive(Debug, Clone)]
@@ -113,16 +115,35 @@ impl World {
     }
 }
 
-fn engine(draws: &mut Draws) -> LiveEngine {
-    // 16 blocks hold one request of the greatest length.
+/// Of either kind, so the two of a run may differ. 16 blocks hold one request of the greatest length.
+fn kind(draws: &mut Draws) -> EngineKind {
+    let (blocks, running) = (16 + draws.below(50) as u32, 1 + draws.below(16) as u32);
+    let lease = draws.pick(&[Duration::from_secs(30), Duration::from_millis(100), Duration::ZERO]);
+    if draws.chance(50) {
+        let sglang = sglang()
+            .with_max_total_tokens(blocks * 4)
+            .with_max_running_requests(running)
+            .with_chunked_prefill_size(draws.pick(&[Some(8), Some(16), Some(64)]))
+            .with_enable_mixed_chunk(draws.chance(30))
+            .with_abort_after_next_forward(draws.chance(30))
+            .with_num_reserved_decode_tokens(draws.pick(&[1, 1, 8, 30]))
+            .with_disaggregation_decode_enable_radix_cache(draws.chance(30))
+            .with_disaggregation_waiting_timeout(lease);
+        return EngineKind::Sglang(sglang);
+    }
     let vllm = vllm()
-        .with_num_gpu_blocks(17 + draws.below(50) as u32)
-        .with_max_num_seqs(1 + draws.below(16) as u32)
+        .with_num_gpu_blocks(blocks + 1)
+        .with_max_num_seqs(running)
         .with_max_num_batched_tokens(16 + draws.below(48) as u32)
         .with_kv_load_failure_policy(draws.pick(&[LoadFailurePolicy::Fail, LoadFailurePolicy::Recompute]))
         .with_first_token(draws.pick(&[FirstToken::Recomputed, FirstToken::CarriedOver]))
         .with_destinations_first(draws.chance(70))
-        .with_kv_lease(draws.pick(&[Duration::from_secs(30), Duration::from_millis(100), Duration::ZERO]));
+        .with_kv_lease(lease);
+    EngineKind::Vllm(vllm)
+}
+
+fn engine(draws: &mut Draws) -> LiveEngine {
+    let kind = kind(draws);
     let timing = TransferTiming {
         mode: draws.pick(&[TransferTimingMode::FullPrompt, TransferTimingMode::MissingTokens]),
         kv_bytes_per_token: draws.pick(&[Some(500_000), None]),
@@ -136,8 +157,7 @@ fn engine(draws: &mut Draws) -> LiveEngine {
         assert!(!(fails && passes.chance(3)), "the modelled hardware fails");
         Duration::from_micros(passes.below(longest * 1_000))
     });
-    let config: EngineConfig = config_of(vllm);
-    LiveEngine::builder(config).transfer_timing(timing).pass_timing(pass_timing).start().expect("valid")
+    LiveEngine::builder(config_of_kind(kind)).transfer_timing(timing).pass_timing(pass_timing).start().expect("valid")
 }
 
 fn fault_rates(draws: &mut Draws) -> FaultRates {
