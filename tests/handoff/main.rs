@@ -13,6 +13,7 @@ mod draws;
 mod lease;
 mod pair;
 mod pair_ends;
+mod pair_sglang;
 mod registration;
 mod release;
 mod runs;

@@ -16,7 +16,8 @@ use crate::common::{
     submit, throttle, turns, vllm, whole,
 };
 use crate::kit::{
-    assert_both_released, assert_released, blocks, destination, ms, pair, pair_of, read_all, register, source, within,
+    Kind, assert_both_released, assert_released, blocks, destination, for_every_kind, ms, pair, pair_of, read_all,
+    register, source, within,
 };
 
 const COMPLETED: Option<HandoffOutcome> = Some(HandoffOutcome::Completed);
@@ -68,10 +69,9 @@ async fn h13_destination_first_from_beginning_to_end() {
 }
 
 /// Whatever the request: ids, generated tokens, stop tokens, one token only.
-#[tokio::test(start_paused = true)]
-async fn h13_the_tokens_are_those_of_one_engine_alone() {
-    let (prefill, decode) = pair();
-    let alone = start(config());
+async fn h13_the_tokens_are_those_of_one_engine_alone(kind: Kind) {
+    let (prefill, decode) = pair_of(kind.config(), kind.config());
+    let alone = start(kind.config());
     let generated =
         |n: u32| Request::new((0..20).map(|position| 31 * n + position).collect::<Vec<u32>>(), 9).with_id(id(n));
     let mut stops = request(3, 20, 9);
@@ -84,11 +84,13 @@ async fn h13_the_tokens_are_those_of_one_engine_alone() {
     for request in [generated(1), generated(2), stops, stops_at_once, bounded, request(6, 20, 1), request(7, 1, 2)] {
         let mut expected = submit(&alone, request.clone()).await;
         let mut stream = begin(&prefill, &decode, request).await;
-        let without_times = |signals: Vec<(Option<u32>, Option<FinishReason>, f64)>| -> Vec<_> {
-            signals.into_iter().map(|(token, finish, _)| (token, finish)).collect()
+        // A token that is carried over and the last has its end in a signal behind it.
+        let tokens_and_end = |signals: Vec<Seen>| {
+            let tokens: Vec<u32> = signals.iter().filter_map(|signal| signal.0).collect();
+            (tokens, signals.last().expect("an end").1)
         };
-        let expected = without_times(read(&mut expected).await);
-        assert_eq!(without_times(read_all(&mut stream).await), expected);
+        let expected = tokens_and_end(read(&mut expected).await);
+        assert_eq!(tokens_and_end(read_all(&mut stream).await), expected);
     }
     // Without an id the decode engine makes one, and the prefill engine uses it too.
     let mut stream = begin(&prefill, &decode, Request::new(vec![1; 9], 2)).await;
@@ -362,4 +364,8 @@ async fn h13_dropping_the_start_cleans_up() {
         assert!(poll_once(&mut Box::pin(prefill.cancel(id(1)))).is_some_and(|cancelled| cancelled == Ok(false)));
         drop((register(&prefill, 1), register(&decode, 1)));
     }
+}
+
+for_every_kind! {
+    h13_the_tokens_are_those_of_one_engine_alone,
 }
