@@ -15,14 +15,21 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::Context;
-use clap::Parser;
+use clap::{Parser, ValueEnum};
 use standin::replay::trace::TraceReader;
-use standin::{EngineConfig, Speedup, TransferTiming, TransferTimingMode};
+use standin::{EngineConfig, EngineKind, SglangConfig, Speedup, TransferTiming, TransferTimingMode, VllmConfig};
 use tokio::runtime::{Builder, Runtime};
 
 use crate::run::Run;
 
 const SHIPPED_TRACE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/data/mooncake_conversation_500.jsonl");
+
+/// The engines that can be named.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Engine {
+    Vllm,
+    Sglang,
+}
 
 /// Replays a trace through a prefill and a decode engine, and compares with one engine.
 #[derive(Debug, Clone, Parser)]
@@ -37,6 +44,9 @@ struct Options {
     /// Arrival speed: 2 sends the requests twice as fast
     #[arg(long, value_name = "FACTOR", default_value_t = 1.0)]
     speed: f64,
+    /// The engines that are imitated, serving Llama-3.1-8B on one H100 each
+    #[arg(long, value_enum, default_value_t = Engine::Vllm)]
+    engine: Engine,
     /// Bandwidth of the link between the engines, in GB/s
     #[arg(long, value_name = "GB/S", default_value_t = 25.0)]
     bandwidth: f64,
@@ -55,9 +65,25 @@ struct Options {
 }
 
 impl Options {
-    /// Both engines, and the one beside them: vLLM, Llama-3.1-8B on one H100.
+    /// Both engines.
     fn engine(&self) -> EngineConfig {
-        EngineConfig::default().with_speedup(Speedup::Factor(self.time_factor()))
+        self.engine_alone().with_speedup(Speedup::Factor(self.time_factor()))
+    }
+
+    /// The one beside them.
+    fn engine_alone(&self) -> EngineConfig {
+        EngineConfig::new(match self.engine {
+            Engine::Vllm => EngineKind::Vllm(VllmConfig::default()),
+            Engine::Sglang => EngineKind::Sglang(SglangConfig::default()),
+        })
+    }
+
+    /// What the second process is told of the engine.
+    fn engine_name(&self) -> &'static str {
+        match self.engine {
+            Engine::Vllm => "vllm",
+            Engine::Sglang => "sglang",
+        }
     }
 
     /// How many times as fast as modelled the time of the engines goes by.

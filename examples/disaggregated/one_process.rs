@@ -11,8 +11,7 @@ use crate::run::{Run, Served, wait_for};
 /// Everything on one engine, in virtual time.
 pub(crate) async fn aggregated(options: &Options) -> anyhow::Result<Run> {
     let (observer, mut admissions) = mpsc::unbounded_channel();
-    let config = standin::EngineConfig::default();
-    let builder = LiveEngine::builder(config).admissions(observer);
+    let builder = LiveEngine::builder(options.engine_alone()).admissions(observer);
     let engine = builder.output_buffering(OutputBuffering::FullResponse).start()?;
     let (mut run, mut readers) = (Run::default(), JoinSet::new());
     for request in options.requests(1.0)? {

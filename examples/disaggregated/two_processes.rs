@@ -7,7 +7,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
 use anyhow::Context;
-use standin::handoff::{ActionTarget, CoordinatorAction, CoordinatorConfig, CoordinatorFact, LinkSharing};
+use standin::handoff::{
+    ActionOutcome, ActionTarget, CoordinatorAction, CoordinatorConfig, CoordinatorFact, LinkSharing,
+};
 use standin::{
     Coordinator, EngineMetrics, EngineTime, HandoffId, LiveEngine, LiveHandoffSide, LiveLink, LiveRequest,
     LiveRequestRegistration, Request, SubmitError,
@@ -39,7 +41,7 @@ async fn start_worker(options: &Options, epoch: SystemTime) -> anyhow::Result<(W
     let epoch = epoch.duration_since(SystemTime::UNIX_EPOCH)?.as_nanos().to_string();
     let child = Command::new(std::env::current_exe()?)
         .args(["--decode-worker", &listener.local_addr()?.to_string(), &epoch])
-        .args(["--speedup", &options.speedup.to_string()])
+        .args(["--speedup", &options.speedup.to_string(), "--engine", options.engine_name()])
         .spawn()?;
     let worker = Worker(child);
     let connected = tokio::time::timeout(Duration::from_secs(10), listener.accept()).await;
@@ -135,7 +137,7 @@ async fn hand_all_over(options: &Options, shared: Shared) -> anyhow::Result<Run>
 async fn hand_over(
     shared: Shared,
     request: Request,
-    (registration, _source_stream): (LiveRequestRegistration, LiveRequest),
+    (registration, mut source_stream): (LiveRequestRegistration, LiveRequest),
 ) -> anyhow::Result<Served> {
     let mut served = Served::new(&request, shared.time_factor);
     let id = HandoffId(registration.id());
@@ -143,6 +145,8 @@ async fn hand_over(
     let mut inbox = shared.begin(id, request)?;
     let mut coordinator = Coordinator::new(id, shared.config.clone(), shared.prefill.now())?;
     let (mut began, mut transfer) = (EngineTime::ZERO, None);
+    // The activation that carries the source's token over.
+    let mut carries = None;
     while coordinator.outcome().is_none() || !served.has_ended() {
         while let Some(issued) = coordinator.poll_action() {
             match issued.action.target() {
@@ -152,7 +156,12 @@ async fn hand_over(
                     coordinator.apply(fact, shared.prefill.now());
                 }
                 ActionTarget::Link => (began, transfer) = (shared.prefill.now(), shared.transfer(issued.action)),
-                _ => shared.to_decode.send(ToDecode::Do(id, issued))?,
+                _ => {
+                    if let CoordinatorAction::ActivateDestination { first_token: Some(_) } = issued.action {
+                        carries = Some(issued.id);
+                    }
+                    shared.to_decode.send(ToDecode::Do(id, issued))?;
+                }
             }
         }
         let due = coordinator.next_deadline().map(|at| shared.epoch + at.since_epoch());
@@ -160,7 +169,18 @@ async fn hand_over(
             biased;
             fact = source.fact() => coordinator.apply(fact, shared.prefill.now()),
             message = inbox.recv() => match message.context("the decode engine's process has gone")? {
-                FromDecode::Fact(_, fact) => coordinator.apply(fact, shared.prefill.now()),
+                FromDecode::Fact(_, fact) => {
+                    let now = shared.prefill.now();
+                    // What the decode engine sends from here on comes after that token.
+                    if let CoordinatorFact::Outcome { action, outcome: ActionOutcome::Done } = fact
+                        && carries == Some(action)
+                        && let Some(mut first) = source_stream.recv().await
+                    {
+                        (first.finish, first.produced_at) = (None, now);
+                        served.signal(first);
+                    }
+                    coordinator.apply(fact, now);
+                }
                 FromDecode::Signal(signal) => served.signal(signal),
                 FromDecode::Metrics(_) => {}
             },
