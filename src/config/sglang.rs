@@ -319,6 +319,14 @@ mod tests {
         let config = json(r#""schedule_policy": "dfs-weight", "radix_eviction_policy": "slru", "page_size": 64"#);
         let expected = SglangConfig::default().with_schedule_policy(SglangPolicy::DfsWeight).with_page_size(64);
         let expected = expected.with_radix_eviction_policy(crate::RadixEvictionPolicy::Slru);
+        let late = r#""disaggregation_decode_allocation_policy": "prefill_complete", "num_reserved_decode_tokens": 64,
+            "disaggregation_waiting_timeout_ms": 2.5, "transfer_guard_ms": 1"#;
+        let handoffs = SglangConfig::default()
+            .with_disaggregation_decode_allocation_policy(crate::DecodeAllocationPolicy::PrefillComplete)
+            .with_num_reserved_decode_tokens(64)
+            .with_disaggregation_waiting_timeout(std::time::Duration::from_micros(2_500))
+            .with_transfer_guard(std::time::Duration::from_millis(1));
+        assert_eq!(json(late).expect("valid").kind, EngineKind::Sglang(handoffs));
         assert_eq!(config.expect("valid").kind, EngineKind::Sglang(expected));
         for (fields, expected) in [
             (r#""schedule_policy": "hrrn""#, "unknown variant `hrrn`"),

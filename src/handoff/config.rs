@@ -181,6 +181,7 @@ impl CoordinatorConfig {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::SglangConfig;
 
     #[test]
     fn every_preset_is_valid_and_has_its_engines_figures() {
@@ -196,6 +197,18 @@ mod tests {
             assert_eq!(config.transfer_timeout, Some(Duration::from_secs(transfer_secs)));
             assert_eq!(config.heartbeat, heartbeat_secs.map(Duration::from_secs));
         }
+    }
+
+    #[test]
+    fn sglangs_allocation_policy_says_who_goes_first() {
+        let of = |policy| {
+            let sglang = SglangConfig::default().with_disaggregation_decode_allocation_policy(policy);
+            CoordinatorConfig::of_kind(&EngineKind::Sglang(sglang))
+        };
+        assert_eq!(of(DecodeAllocationPolicy::Early), CoordinatorConfig::sglang());
+        let late = of(DecodeAllocationPolicy::PrefillComplete);
+        assert_eq!((late.order, late.overlap), (HandoffOrder::SourceFirst, TransferOverlap::AfterPrefill));
+        assert_eq!(late.first_token, FirstToken::CarriedOver);
     }
 
     #[test]

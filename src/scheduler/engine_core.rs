@@ -1,10 +1,13 @@
-//! What every engine kind does alike with what its book holds: taking commands in, and every way in which a
-//! sequence leaves a list, ends, and lets its blocks go.
+//! What every engine kind does alike with what its book holds: the turns of its loop, taking commands in, and every
+//! way in which a sequence leaves a list, ends, and lets its blocks go. An engine kind says what it does differently.
+
+use std::time::Duration;
 
 use crate::config::{FirstToken, LoadFailurePolicy, SchedulingState};
 use crate::error::CommandError;
 use crate::handoff::HandoffKey;
 use crate::kv::HeldBlocks;
+use crate::kv_event::KvEvent;
 use crate::output::FinishReason;
 use crate::request::{Request, SequenceId};
 use crate::time::EngineTime;
@@ -13,18 +16,21 @@ use super::book::Book;
 use super::command::{Applied, ApplyResult, Cancelled, Command, Submission};
 use super::handoff::HandoffCommands;
 use super::load_queue::Share;
-use super::remote::{Remote, RemoteKv};
+use super::pass::{Effects, Pass};
+use super::remote::{Remote, RemoteKv, TransferReport};
 use super::sequence::{Life, Load, Transfer};
 use super::sequences::Handle;
 use super::waiting::QueueKey;
+
+const NO_CONNECTOR: CommandError = CommandError::NotSupported("a KV connector");
 
 /// How an engine kind takes part in handoffs.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct HandoffTerms {
     /// How long a source's blocks are held without a heartbeat.
-    pub(crate) lease: std::time::Duration,
+    pub(crate) lease: Duration,
     /// How long the blocks of a destination that was given up wait for the end of its transfer.
-    pub(crate) guard: std::time::Duration,
+    pub(crate) guard: Duration,
     /// What a destination does about its first token.
     pub(crate) first_token: FirstToken,
     /// What a failed load does to its request.
@@ -36,7 +42,7 @@ pub(crate) struct HandoffTerms {
 /// A request's dealings with other engines, as it is taken in.
 pub(crate) type Dealings = (RemoteKv, Option<HandoffKey>);
 
-/// One engine kind's scheduler. What is required is what the kinds differ in.
+/// One engine kind's scheduler. What has no body here is what every kind has to say for itself.
 pub(crate) trait EngineCore: Sized {
     /// What a sequence holds.
     type Blocks: HeldBlocks;
@@ -60,10 +66,17 @@ pub(crate) trait EngineCore: Sized {
 
     fn reset_prefix_cache(&mut self, reset_running_requests: bool) -> Applied;
 
-    fn set_scheduling(&mut self, state: SchedulingState);
+    /// Plans a pass as of now.
+    fn plan(&mut self, pass: &mut Pass);
 
-    /// A command of a KV connector.
-    fn connect(&mut self, command: Command, now: EngineTime) -> ApplyResult;
+    /// The batch, in order.
+    fn running(&self) -> impl Iterator<Item = Handle> + '_;
+
+    /// KV events that no effects have shown.
+    fn kv_events(&self) -> &[KvEvent];
+
+    /// Completes effects: the events so far and the state at this boundary.
+    fn show(&mut self, effects: &mut Effects, now: EngineTime);
 
     /// Blocks that a sequence misses for the tokens that it has.
     fn missing_blocks(&self, handle: Handle) -> u64;
@@ -73,11 +86,69 @@ pub(crate) trait EngineCore: Sized {
     /// Takes note that a running sequence leaves the batch. Its new life is the caller's to set.
     fn leave_batch(&mut self, handle: Handle);
 
+    fn set_scheduling(&mut self, state: SchedulingState) {
+        self.book_mut().state = state;
+    }
+
+    /// Takes in a request with KV at another engine.
+    fn submit_remote(&mut self, _submission: Submission, _remote: RemoteKv, _now: EngineTime) -> ApplyResult {
+        Err(NO_CONNECTOR)
+    }
+
+    /// Takes what the worker that transfers KV says.
+    fn take_report(&mut self, _report: TransferReport) -> ApplyResult {
+        Err(NO_CONNECTOR)
+    }
+
+    /// Notes whether transfers will free blocks soon.
+    fn expect_frees(&mut self, _expected: bool) -> ApplyResult {
+        Err(NO_CONNECTOR)
+    }
+
     /// Lets a cancelled sequence take part in one more pass, where the kind's rule wants that.
-    fn runs_once_more(&mut self, handle: Handle) -> bool;
+    fn runs_once_more(&mut self, _handle: Handle) -> bool {
+        false
+    }
 
     /// Notes how a sequence ends, while it is still known.
-    fn log_end(&mut self, handle: Handle, finish: FinishReason);
+    fn log_end(&mut self, _handle: Handle, _finish: FinishReason) {}
+
+    /// A turn of the engine's loop begins; arrivals come after it.
+    fn begin_turn(&mut self) {}
+
+    /// A turn of the engine's loop had nothing to do.
+    fn idle_turn(&mut self) {}
+
+    fn begin_pass(&mut self, now: EngineTime) -> Option<Box<Pass>> {
+        let mut pass = self.book_mut().open_pass()?;
+        self.turn_to(now);
+        self.begin_turn();
+        let sees_ties = self.book().sees_ties(now);
+        self.release_arrivals(now, sees_ties);
+        self.plan(&mut pass);
+        // With nothing else to do there is no boundary to come first.
+        if pass.rows.is_empty() && pass.preempted.is_empty() && self.release_arrivals(now, true) {
+            self.plan(&mut pass);
+        }
+        self.book_mut().launch(pass, now)
+    }
+
+    fn settle(&mut self, now: EngineTime) -> Option<Box<Effects>> {
+        self.idle_turn();
+        if !self.book().in_flight() {
+            self.turn_to(now);
+            let sees_ties = self.book().sees_ties(now);
+            self.release_arrivals(now, sees_ties);
+        }
+        let has_events = !self.kv_events().is_empty();
+        let mut effects = self.book_mut().open_settlement(has_events)?;
+        self.show(&mut effects, now);
+        Some(effects)
+    }
+
+    fn has_work(&self) -> bool {
+        self.book().has_work(self.running().any(|handle| !self.book().sequences[handle].throttled))
+    }
 
     /// Notes the time and does what is due by then.
     fn turn_to(&mut self, now: EngineTime) {
@@ -114,9 +185,9 @@ pub(crate) trait EngineCore: Sized {
             Command::FailTransfer { handoff, valid_tokens } => self.fail_transfer(handoff, valid_tokens),
             Command::Heartbeat { handoff } => self.heartbeat(handoff),
             Command::SubmitDecode(submission) => self.submit_decode(submission, now),
-            Command::SubmitRemote { .. } | Command::Transfers(_) | Command::ExpectFrees(_) => {
-                self.connect(command, now)
-            }
+            Command::SubmitRemote { submission, remote } => self.submit_remote(submission, remote, now),
+            Command::Transfers(report) => self.take_report(report),
+            Command::ExpectFrees(expected) => self.expect_frees(expected),
         }
     }
 

@@ -92,8 +92,8 @@ impl Scheduler {
     #[must_use]
     pub fn with_timing(mut self, timing: Box<dyn PassTiming>) -> Self {
         match &mut self.core {
-            Core::Vllm(core) => core.set_timing(timing),
-            Core::Sglang(core) => core.set_timing(timing),
+            Core::Vllm(core) => core.book_mut().timing = timing,
+            Core::Sglang(core) => core.book_mut().timing = timing,
         }
         self
     }
@@ -222,8 +222,8 @@ impl Scheduler {
     /// [`Scheduler::recycle`], likewise.
     pub(crate) fn recycle_boxed(&mut self, effects: Box<Effects>) {
         match &mut self.core {
-            Core::Vllm(core) => core.recycle(effects),
-            Core::Sglang(core) => core.recycle(effects),
+            Core::Vllm(core) => core.book_mut().recycle(effects),
+            Core::Sglang(core) => core.book_mut().recycle(effects),
         }
     }
 

@@ -154,7 +154,8 @@ impl Remote {
 ///  any other  │ Undecided      Loadable           Settled       │ Settled if the copy lasts,
 ///             │                                                 │ else None: it is used up
 /// ```
-/// `Unasked`, `Undecided` and `Loadable` count as waiting to start a load.
+/// `Unasked`, `Undecided` and `Loadable` count as waiting to start a load. A `Settled` copy that lasts is `Unasked` again
+/// when the blocks are taken away, where the engine kind loads it again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum CopyState {
     /// There is none, or it is used up.
@@ -262,6 +263,19 @@ mod tests {
         copy.allocated();
         assert!(!copy.is_wanted());
         assert_eq!((copy.ask(8, 14), copy.is_wanted()), (Answer::Tokens(2, LoadTiming::BetweenPasses), true));
+    }
+
+    #[test]
+    fn a_lasting_copy_is_wanted_again_when_its_blocks_are_taken_away() {
+        let lasting = RemoteCopy { lasting: true, undecided_look_ups: 0, ..COPY };
+        let mut copy = CopyState::Unasked(lasting);
+        copy.allocated();
+        assert!(copy.exists() && !copy.is_wanted() && !copy.loads_at_once());
+        copy.taken_away();
+        assert_eq!((copy, copy.is_wanted()), (CopyState::Unasked(lasting), true));
+        let mut used_up = CopyState::None;
+        used_up.taken_away();
+        assert!(!used_up.exists());
     }
 
     #[test]

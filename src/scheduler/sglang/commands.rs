@@ -1,13 +1,14 @@
-//! Commands, and the steps of a sequence's life outside a pass.
+//! What this engine kind has to say for itself, and the steps of a sequence's life outside a pass.
 
 use crate::config::{FirstToken, LoadFailurePolicy, SchedulingState};
-use crate::error::CommandError;
-use crate::kv::SequencePages;
+use crate::kv::{KvPool, SequencePages};
+use crate::kv_event::KvEvent;
 use crate::output::FinishReason;
 use crate::request::{OutputPlan, Request};
-use crate::scheduler::book::Book;
-use crate::scheduler::command::{Applied, ApplyResult, Command};
+use crate::scheduler::book::{Book, Usage};
+use crate::scheduler::command::Applied;
 use crate::scheduler::engine_core::{EngineCore, HandoffTerms};
+use crate::scheduler::pass::{Effects, Pass};
 use crate::scheduler::sequences::Handle;
 use crate::time::EngineTime;
 
@@ -107,8 +108,29 @@ impl EngineCore for SglangCore {
         }
     }
 
-    fn connect(&mut self, _command: Command, _now: EngineTime) -> ApplyResult {
-        Err(CommandError::NotSupported("a KV connector"))
+    fn plan(&mut self, pass: &mut Pass) {
+        self.plan_pass(pass);
+    }
+
+    /// In batch order, then the one whose prompt is computed in part.
+    fn running(&self) -> impl Iterator<Item = Handle> + '_ {
+        self.book.running.iter(&self.book.sequences).chain(self.chunked)
+    }
+
+    fn kv_events(&self) -> &[KvEvent] {
+        self.kv.events()
+    }
+
+    fn show(&mut self, effects: &mut Effects, now: EngineTime) {
+        self.kv.take_events(&mut effects.kv_events);
+        let usable = u64::from(self.kv.num_usable());
+        let usage = Usage {
+            num_running: self.num_in_batch() as u64,
+            usable,
+            used: usable - u64::from(self.kv.num_free()),
+            cached: self.kv.num_stored_pages(),
+        };
+        self.book.show(effects, usage, now);
     }
 
     fn missing_blocks(&self, handle: Handle) -> u64 {
@@ -138,7 +160,19 @@ impl EngineCore for SglangCore {
         true
     }
 
-    fn log_end(&mut self, _handle: Handle, _finish: FinishReason) {}
+    /// The real engine polls: it has been idle if the next arrival comes after the end of the last pass.
+    fn begin_turn(&mut self) {
+        if self.book.arrivals.next() > self.book.last_end() {
+            self.idle_turn();
+        }
+    }
+
+    /// If nobody waits or runs, the real engine forgets what it learned of output lengths.
+    fn idle_turn(&mut self) {
+        if self.is_idle() {
+            self.new_token_ratio.reset();
+        }
+    }
 }
 
 impl SglangCore {

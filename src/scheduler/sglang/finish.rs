@@ -26,7 +26,7 @@ impl SglangCore {
             self.latch(prefill);
         }
         if pass.is_empty() {
-            self.note_idle_turn();
+            self.idle_turn();
         }
         self.expire(now);
         // What arrived during the pass is in the queue when its length is shown.

@@ -32,15 +32,12 @@ mod properties_test;
 mod test_kit;
 
 use crate::config::{EngineConfig, SchedulingState, SglangConfig};
-use crate::kv::{KvPool, RadixCache, SequencePages};
-use crate::kv_event::KvEvent;
+use crate::kv::{RadixCache, SequencePages};
 use crate::output::FinishReason;
-use crate::time::EngineTime;
-use crate::timing::PassTiming;
 
-use super::book::{Book, Usage};
+use super::book::Book;
 use super::engine_core::EngineCore;
-use super::pass::{Effects, Pass};
+use super::pass::Pass;
 use super::sequences::Handle;
 use super::view::TokenPoolView;
 
@@ -86,28 +83,11 @@ impl SglangCore {
         }
     }
 
-    pub(crate) fn set_timing(&mut self, timing: Box<dyn PassTiming>) {
-        self.book.timing = timing;
-    }
-
     pub(crate) fn record_kv_events(&mut self) {
         self.kv.record_events();
     }
 
-    pub(crate) fn begin_pass(&mut self, now: EngineTime) -> Option<Box<Pass>> {
-        let mut pass = self.book.open_pass()?;
-        self.turn_to(now);
-        self.note_idle_gap();
-        self.release_arrivals(now, self.book.sees_ties(now));
-        self.plan(&mut pass);
-        // With nothing else to do there is no boundary to come first.
-        if pass.rows.is_empty() && pass.preempted.is_empty() && self.release_arrivals(now, true) {
-            self.plan(&mut pass);
-        }
-        self.book.launch(pass, now)
-    }
-
-    fn plan(&mut self, pass: &mut Pass) {
+    fn plan_pass(&mut self, pass: &mut Pass) {
         if self.book.state == SchedulingState::Stopped {
             return;
         }
@@ -138,48 +118,9 @@ impl SglangCore {
         self.book.running.sweep(&self.book.sequences);
     }
 
-    /// Ends a turn of the engine loop that had no batch. If nobody waits or runs, the real engine forgets what
-    /// it learned of output lengths.
-    fn note_idle_turn(&mut self) {
-        if self.is_idle() {
-            self.new_token_ratio.reset();
-        }
-    }
-
-    /// The same where nobody asked between the last pass and the next arrival; the real engine polls.
-    fn note_idle_gap(&mut self) {
-        if self.book.arrivals.next() > self.book.last_end() {
-            self.note_idle_turn();
-        }
-    }
-
     /// Whether nobody waits or runs.
     fn is_idle(&self) -> bool {
         self.book.running.len() == 0 && self.chunked.is_none() && self.book.queue.num_waiting() == 0
-    }
-
-    pub(crate) fn settle(&mut self, now: EngineTime) -> Option<Box<Effects>> {
-        self.note_idle_turn();
-        if !self.book.in_flight() {
-            self.turn_to(now);
-            self.release_arrivals(now, self.book.sees_ties(now));
-        }
-        let mut effects = self.book.open_settlement(!self.kv.events().is_empty())?;
-        self.show(&mut effects, now);
-        Some(effects)
-    }
-
-    /// Completes effects: the events so far and the state at this boundary.
-    fn show(&mut self, effects: &mut Effects, now: EngineTime) {
-        self.kv.take_events(&mut effects.kv_events);
-        let usable = u64::from(self.kv.num_usable());
-        let usage = Usage {
-            num_running: self.num_in_batch() as u64,
-            usable,
-            used: usable - u64::from(self.kv.num_free()),
-            cached: self.kv.num_stored_pages(),
-        };
-        self.book.show(effects, usage, now);
     }
 
     /// How many run, the one whose prompt is computed in part included.
@@ -192,25 +133,8 @@ impl SglangCore {
         self.book.loads.is_empty() && self.book.holds.is_empty()
     }
 
-    pub(crate) fn recycle(&mut self, effects: Box<Effects>) {
-        self.book.recycle(effects);
-    }
-
-    pub(crate) fn has_work(&self) -> bool {
-        self.book.has_work(self.running().any(|handle| !self.book.sequences[handle].throttled))
-    }
-
-    /// The running sequences in batch order, then the one whose prompt is computed in part.
-    pub(crate) fn running(&self) -> impl Iterator<Item = Handle> + '_ {
-        self.book.running.iter(&self.book.sequences).chain(self.chunked)
-    }
-
     pub(crate) fn pool(&self) -> &RadixCache {
         &self.kv
-    }
-
-    pub(crate) fn kv_events(&self) -> &[KvEvent] {
-        self.kv.events()
     }
 
     pub(crate) fn token_pool(&self) -> TokenPoolView {

@@ -1,13 +1,14 @@
-//! Commands, and the steps of a sequence's life outside a pass.
+//! What this engine kind has to say for itself, and the steps of a sequence's life outside a pass.
 
-use crate::config::{SchedulingState, VllmPolicy};
-use crate::error::CommandError;
+use crate::config::VllmPolicy;
 use crate::kv::SequenceBlocks;
+use crate::kv_event::KvEvent;
 use crate::output::FinishReason;
-use crate::scheduler::book::Book;
-use crate::scheduler::command::{Applied, ApplyResult, Command};
+use crate::scheduler::book::{Book, Usage};
+use crate::scheduler::command::{Applied, ApplyResult, Submission};
 use crate::scheduler::engine_core::{EngineCore, HandoffTerms};
-use crate::scheduler::remote::ConnectorCall;
+use crate::scheduler::pass::{Effects, Pass};
+use crate::scheduler::remote::{ConnectorCall, RemoteKv, TransferReport};
 use crate::scheduler::sequences::Handle;
 use crate::scheduler::waiting::QueueKey;
 use crate::time::EngineTime;
@@ -60,23 +61,29 @@ impl EngineCore for VllmCore {
         Applied::PrefixCacheReset { reset, preempted }
     }
 
-    fn set_scheduling(&mut self, state: SchedulingState) {
-        self.book.state = state;
+    fn plan(&mut self, pass: &mut Pass) {
+        self.book.running.sweep(&self.book.sequences);
+        self.plan_pass(pass);
     }
 
-    fn connect(&mut self, command: Command, now: EngineTime) -> ApplyResult {
-        match command {
-            Command::SubmitRemote { submission, remote } => self.submit(submission, Some((remote, None)), now),
-            Command::Transfers(report) => {
-                self.take_report(report);
-                Ok(Applied::Transfers)
-            }
-            Command::ExpectFrees(expected) => {
-                self.expects_frees = expected;
-                Ok(Applied::ExpectFrees)
-            }
-            _ => Err(CommandError::NotSupported("this command")),
-        }
+    fn running(&self) -> impl Iterator<Item = Handle> + '_ {
+        self.book.running.iter(&self.book.sequences)
+    }
+
+    fn kv_events(&self) -> &[KvEvent] {
+        self.kv.events()
+    }
+
+    fn show(&mut self, effects: &mut Effects, now: EngineTime) {
+        self.kv.take_events(&mut effects.kv_events);
+        let pool = self.kv.pool();
+        let usage = Usage {
+            num_running: self.book.running.len() as u64,
+            usable: u64::from(pool.num_usable()),
+            used: u64::from(pool.num_usable() - pool.num_free()),
+            cached: pool.num_blocks_with_hash() as u64,
+        };
+        self.book.show(effects, usage, now);
     }
 
     fn missing_blocks(&self, handle: Handle) -> u64 {
@@ -92,8 +99,25 @@ impl EngineCore for VllmCore {
         self.book.running.one_is_gone();
     }
 
-    fn runs_once_more(&mut self, _handle: Handle) -> bool {
-        false
+    fn submit_remote(&mut self, submission: Submission, remote: RemoteKv, now: EngineTime) -> ApplyResult {
+        self.submit(submission, Some((remote, None)), now)
+    }
+
+    /// Takes a report, or keeps it until the pass in flight ends.
+    fn take_report(&mut self, report: TransferReport) -> ApplyResult {
+        if self.book.in_flight() {
+            self.reports.push(report);
+        } else {
+            let failed = self.cut_running(&mut [], &report.invalid_blocks);
+            self.end_failed(failed);
+            self.apply_report(&report);
+        }
+        Ok(Applied::Transfers)
+    }
+
+    fn expect_frees(&mut self, expected: bool) -> ApplyResult {
+        self.expects_frees = expected;
+        Ok(Applied::ExpectFrees)
     }
 
     fn log_end(&mut self, handle: Handle, finish: FinishReason) {

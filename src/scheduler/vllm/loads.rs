@@ -52,17 +52,6 @@ impl VllmCore {
         self.book.note_change();
     }
 
-    /// Takes a report, or keeps it until the pass in flight ends.
-    pub(super) fn take_report(&mut self, report: TransferReport) {
-        if self.book.in_flight() {
-            self.reports.push(report);
-        } else {
-            let failed = self.cut_running(&mut [], &report.invalid_blocks);
-            self.end_failed(failed);
-            self.apply_report(&report);
-        }
-    }
-
     /// Does what a report says of all but the running sequences.
     pub(super) fn apply_report(&mut self, report: &TransferReport) {
         self.cut_loads(&report.invalid_blocks);

@@ -26,7 +26,7 @@ pub(super) struct Plan<'a> {
 }
 
 impl VllmCore {
-    pub(super) fn plan(&mut self, pass: &mut Pass) {
+    pub(super) fn plan_pass(&mut self, pass: &mut Pass) {
         if self.book.state == SchedulingState::Stopped {
             return;
         }
