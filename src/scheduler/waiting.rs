@@ -229,3 +229,34 @@ impl WaitingQueue {
         self.tokens_never_run.count() + self.tokens_preempted.count()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn those_that_go_first_are_counted_apart_and_keep_their_order() {
+        let mut queue = WaitingQueue::default();
+        let handle = |sequence| Handle { slot: 0, sequence: SequenceId(sequence) };
+        let keys = [
+            queue.back(SequenceId(0)),
+            queue.destination(SequenceId(1)),
+            queue.retracted(SequenceId(2)),
+            queue.destination(SequenceId(3)),
+            queue.retracted(SequenceId(4)),
+            queue.back(SequenceId(5)),
+        ];
+        keys.iter().zip(0..).for_each(|(&key, sequence)| queue.insert(key, handle(sequence)));
+        let all = |queue: &WaitingQueue| queue.iter().map(|handle| handle.sequence.0).collect::<Vec<_>>();
+        assert_eq!((all(&queue), queue.num_ordinary()), (vec![2, 4, 1, 3, 0, 5], 2));
+        queue.reorder(&[handle(5), handle(0)], |_, _| {});
+        assert_eq!(all(&queue), [2, 4, 1, 3, 5, 0]);
+        for (first, left) in [(2, 4), (4, 1), (1, 3)] {
+            assert_eq!(queue.first_of_all(), Some(handle(first)));
+            queue.remove(&keys[first as usize]);
+            assert_eq!(queue.first_of_all(), Some(handle(left)));
+        }
+        queue.remove(&keys[3]);
+        assert_eq!((queue.first_of_all(), queue.num_ordinary()), (None, 2));
+    }
+}

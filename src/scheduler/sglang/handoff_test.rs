@@ -467,3 +467,25 @@ fn by_priority_nobody_takes_the_place_of_a_destination() {
     assert!(log.iter().all(|done| done.preempted.is_empty()));
     assert_eq!(log.iter().position(|done| done.prefill == [(important, 5)]), Some(3), "when it has all its tokens");
 }
+
+#[test]
+fn cancels_of_a_handoff_take_no_last_step() {
+    let mut rig = Rig::new(open().with_abort_after_next_forward(true));
+    let destination = rig.destination(key(1, 1), request(1, 5, 5));
+    rig.facts();
+    rig.activate(key(1, 1), Some(1));
+    rig.pass();
+    assert_eq!(rig.try_command(Command::CancelDestination { handoff: key(1, 1) }), Ok(Applied::Handoff));
+    assert_eq!(num_free(&rig), 64);
+    assert_eq!(rig.pass().expect("the end").finished, [(destination, FinishReason::Cancelled)]);
+    // The request's own cancel takes it, and its pages with it.
+    let destination = rig.destination(key(1, 2), request(1, 5, 5));
+    rig.facts();
+    rig.activate(key(1, 2), Some(1));
+    rig.pass();
+    rig.cancel_or_end(destination);
+    assert_ne!(num_free(&rig), 64);
+    let done = rig.pass().expect("the last step");
+    assert_eq!((done.finished, num_free(&rig)), (vec![(destination, FinishReason::Cancelled)], 64));
+    assert_eq!(ends(&done.facts), [(key(1, 2), DestinationEnd::Cancelled)]);
+}
