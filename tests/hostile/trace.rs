@@ -262,6 +262,7 @@ fn runs_of_rows_that_a_reader_does_not_give() {
     assert_eq!(report.output_tokens, 2);
 }
 
+#[cfg(unix)]
 #[test]
 fn paths_that_are_no_traces() {
     let folder = env!("CARGO_MANIFEST_DIR");
