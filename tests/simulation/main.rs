@@ -4,8 +4,12 @@
 //! A failure prints the line that repeats it and the smallest run that was found for it. `docs/testing.md` has the
 //! figures and the variables that set them.
 
+mod operations;
+mod replay;
 mod scheduler;
+mod scheduler_sglang;
 mod seeds;
+mod trace;
 
 #[cfg(standin_seeded_bugs)]
 mod seeded_bugs;

@@ -1,9 +1,12 @@
 //! Runs that follow from a seed, and how a failing one is shown.
 
 use std::cell::Cell;
+use std::collections::BTreeMap;
 use std::fmt::Debug;
 use std::panic::{self, AssertUnwindSafe};
-use std::sync::Once;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, Once};
+use std::thread;
 
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::{Config, RngAlgorithm, TestCaseError, TestError, TestRng, TestRunner};
@@ -49,9 +52,12 @@ where
     Err(format!("{}={seed}.. cargo test --test simulation {}\n{found}", row.variable, row.test))
 }
 
+/// Threads that share the seeds of a row.
+const THREADS: usize = 2;
+
 /// Runs the seeds of a row: 0, 1, … up to the number that its variable says, or from `SEED` on one alone with
-/// `SEED..`.
-pub(crate) fn run(row: Row, check: impl Fn(u64) -> Result<(), String>) {
+/// `SEED..`. Of those that fail the smallest is shown, whatever the threads did first.
+pub(crate) fn run(row: Row, check: impl Fn(u64) -> Result<(), String> + Sync) {
     let text = std::env::var(row.variable).ok();
     let text = text.as_deref().map(str::trim);
     let number = |text: &str| text.parse().unwrap_or_else(|_| panic!("{} = {text}: N, or SEED..", row.variable));
@@ -60,10 +66,23 @@ pub(crate) fn run(row: Row, check: impl Fn(u64) -> Result<(), String>) {
         Some((count, None)) => 0..number(count),
         None => 0..row.seeds,
     };
-    for seed in seeds {
-        if let Err(failure) = check(seed) {
-            panic!("{failure}");
+    let (next, end) = (AtomicU64::new(seeds.start), AtomicU64::new(seeds.end));
+    let failures = Mutex::new(BTreeMap::new());
+    let work = || {
+        loop {
+            let seed = next.fetch_add(1, Ordering::SeqCst);
+            if seed >= end.load(Ordering::SeqCst) {
+                return;
+            }
+            if let Err(failure) = check(seed) {
+                end.fetch_min(seed, Ordering::SeqCst);
+                failures.lock().expect("no check panics").insert(seed, failure);
+            }
         }
+    };
+    thread::scope(|scope| (0..THREADS).for_each(|_| drop(scope.spawn(work))));
+    if let Some((_, failure)) = failures.into_inner().expect("no check panics").pop_first() {
+        panic!("{failure}");
     }
 }
 

@@ -302,6 +302,18 @@ fn case_66_what_the_pool_cannot_hold_ends_and_blocks_nobody() {
     rig.assert_drained();
 }
 
+/// Among requests that ignore the end token, where nothing is cached, admission looks at everybody's end.
+#[test]
+fn case_66_what_has_ended_for_want_of_room_is_not_reckoned_with() {
+    let mut rig = Rig::new(small().with_disable_radix_cache(true));
+    let never_ends = |kind, tokens, outputs| Request { ignore_eos: true, ..request(kind, tokens, outputs) };
+    let too_large = rig.submit(never_ends(1, 62, 1));
+    let behind = rig.submit(never_ends(2, 5, 40));
+    let finished: Vec<_> = rig.run().iter().flat_map(|done| done.finished.clone()).collect();
+    assert_eq!(finished, [(too_large, FinishReason::OutOfMemory), (behind, FinishReason::Length)]);
+    rig.assert_drained();
+}
+
 #[test]
 fn case_66_validation_refuses_exactly_what_could_never_be_admitted() {
     for page_size in [1, 4, 16] {

@@ -160,6 +160,8 @@ impl SglangCore {
                 // The pool is empty but for what can be evicted: it will never be admitted.
                 self.leave_queue(handle);
                 self.conclude_visibly(handle, FinishReason::OutOfMemory);
+                // It takes nothing, so the next one need not reckon with it.
+                batch.outlooks = None;
                 continue;
             }
             if verdict == Verdict::NoToken {

@@ -5,27 +5,26 @@
 //! the cache exactly, counters add up, and everything that can be seen, block ids included, is what an
 //! independent model of the rules predicts. At the end everything ends, and all blocks are free.
 
-mod event_replay;
+pub(crate) mod event_replay;
 mod invariants;
-mod ledger;
+pub(crate) mod ledger;
 mod model;
 mod model_blocks;
-mod workload;
+pub(crate) mod workload;
 mod world;
 
-use proptest::prelude::*;
-use proptest::strategy::ValueTree;
-use standin::EngineMetrics;
+use proptest::strategy::{Strategy, ValueTree};
 
 use crate::seeds::{self, Row};
+use crate::trace::Trace;
 use workload::{Workload, workload};
 use world::World;
 
 pub(crate) const ROW: Row = Row { test: "scheduler_vllm", variable: "STANDIN_SCHEDULER_SEEDS", seeds: 250 };
 
-/// Runs a workload; gives back what the engine counted.
-fn run(workload: &Workload) -> EngineMetrics {
-    let mut world = World::new(workload);
+/// Runs a workload to its end.
+fn run(workload: &Workload, trace: Trace) -> World {
+    let mut world = World::new(workload, trace);
     for operation in &workload.operations {
         world.perform(operation);
     }
@@ -37,12 +36,21 @@ fn run(workload: &Workload) -> EngineMetrics {
     let pool = world.core.view().pool();
     assert_eq!(pool.num_free_blocks(), pool.num_usable_blocks());
     assert!(!world.core.view().has_work() && world.core.next_deadline().is_none());
-    *world.last_shown()
+    world
 }
 
 /// One seed's run.
 pub(crate) fn check(seed: u64) -> Result<(), String> {
-    seeds::check(ROW, &workload(), seed, |workload| _ = run(&workload))
+    seeds::check(ROW, &workload(), seed, |workload| _ = run(&workload, Trace::off()))
+}
+
+/// The hash of everything that one seed's run gave out.
+pub(crate) fn trace(seed: u64) -> u64 {
+    run(&drawn(seed), Trace::on()).trace.hash()
+}
+
+fn drawn(seed: u64) -> Workload {
+    workload().new_tree(&mut seeds::runner(seed)).expect("a workload").current()
 }
 
 #[test]
@@ -55,7 +63,7 @@ fn scheduler_vllm() {
 fn the_workloads_meet_every_end_preemptions_and_hits() {
     let mut met = [0; 7];
     for seed in 0..300 {
-        let metrics = run(&workload().new_tree(&mut seeds::runner(seed)).expect("a workload").current());
+        let metrics = *run(&drawn(seed), Trace::off()).last_shown();
         let (finished, cache) = (metrics.finished, metrics.prefix_cache);
         let happened =
             [finished.stop, finished.length, finished.aborted, finished.out_of_memory, metrics.num_preemptions];

@@ -14,6 +14,7 @@ use standin::{
 };
 
 use super::model_blocks::Identity;
+use crate::operations::operations;
 
 /// So few tokens that stop tokens are met, prefixes agree by chance, and a request can forbid them all.
 const VOCABULARY: u32 = 4;
@@ -107,7 +108,7 @@ impl RequestShape {
 pub(crate) fn workload() -> impl Strategy<Value = Workload> {
     let model_len = prop_oneof![1 => 2..10_u32, 9 => 16..64_u32];
     let (takes_time, kv_events) = (prop::bool::weighted(0.8), prop::bool::weighted(0.9));
-    (options(), model_len, any::<u64>(), (takes_time, kv_events), vec(operation(), 1..100)).prop_map(
+    (options(), model_len, any::<u64>(), (takes_time, kv_events), operations(operation())).prop_map(
         |(mut options, max_model_len, seed, (takes_time, kv_events), operations)| {
             if !options.enable_chunked_prefill {
                 // As vLLM demands it at start: a prompt over the budget would never run.
@@ -164,7 +165,7 @@ fn operation() -> impl Strategy<Value = Operation> {
         1 => Just(SchedulingState::Stopped),
     ];
     prop_oneof![
-        14 => request().prop_map(|shape| Operation::Submit(Box::new(shape))),
+        6 => request().prop_map(|shape| Operation::Submit(Box::new(shape))),
         1 => any::<Index>().prop_map(Operation::SubmitAgain),
         3 => any::<Index>().prop_map(Operation::Cancel),
         3 => (any::<Index>(), any::<bool>()).prop_map(|(pick, on)| Operation::Throttle(pick, on)),
@@ -205,7 +206,7 @@ fn request() -> impl Strategy<Value = RequestShape> {
 }
 
 /// Nanoseconds around the present, from so many passes on; the edges of passes are met often.
-fn near(passes: i64) -> impl Strategy<Value = i64> {
+pub(crate) fn near(passes: i64) -> impl Strategy<Value = i64> {
     let pass = PASS_NANOS as i64;
     let around: Range<i64> = passes * pass..2 * pass;
     prop_oneof![3 => Just(0), 1 => Just(pass), 2 => around]

@@ -19,6 +19,7 @@ use super::invariants;
 use super::ledger::{self, Ledger};
 use super::model::{Entry, Model, Planned};
 use super::workload::{Operation, PASS_NANOS, RequestShape, Workload};
+use crate::trace::Trace;
 
 /// A prompt that is made when asked for.
 #[derive(Debug)]
@@ -52,10 +53,11 @@ pub(crate) struct World {
     /// What the core calls each content that the model has a name for, and back.
     hashes: BTreeMap<usize, BlockHash>,
     names: BTreeMap<BlockHash, usize>,
+    pub(crate) trace: Trace,
 }
 
 impl World {
-    pub(crate) fn new(workload: &Workload) -> Self {
+    pub(crate) fn new(workload: &Workload, trace: Trace) -> Self {
         let core = || {
             let core = Scheduler::new(&workload.config).expect("a configuration that the core takes");
             if workload.kv_events { core.with_kv_events() } else { core }
@@ -75,6 +77,7 @@ impl World {
             submitted: Vec::new(),
             hashes: BTreeMap::new(),
             names: BTreeMap::new(),
+            trace,
         }
     }
 
@@ -166,6 +169,7 @@ impl World {
         self.told = self.told.max(now);
         let answer = self.core.apply(command.clone(), now);
         assert_eq!(self.twin.apply(command, now), answer);
+        self.trace.note(&answer);
         answer
     }
 
@@ -252,6 +256,7 @@ impl World {
         let idle = !self.core.view().has_work() && self.now <= self.told;
         self.told = self.told.max(self.now);
         let (pass, twin) = (self.core.begin_pass(self.now), self.twin.begin_pass(self.now));
+        self.trace.note(&pass);
         if self.in_flight.is_some() {
             assert!(pass.is_none() && twin.is_none(), "one pass at a time");
             return;
@@ -299,6 +304,7 @@ impl World {
     }
 
     fn show(&mut self, effects: Effects, twin: Effects, computed_tokens: Option<u64>) {
+        self.trace.note(&effects);
         assert_eq!((&effects.kv_events, &effects.outputs), (&twin.kv_events, &twin.outputs));
         assert_eq!((effects.at, effects.pass, effects.metrics), (twin.at, twin.pass, twin.metrics));
         match &mut self.events {
