@@ -7,6 +7,7 @@
 mod operations;
 mod replay;
 mod scheduler;
+mod scheduler_handoff;
 mod scheduler_sglang;
 mod seeds;
 mod trace;

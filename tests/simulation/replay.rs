@@ -3,15 +3,18 @@
 use std::collections::BTreeSet;
 
 use crate::seeds::{self, Row};
-use crate::{scheduler, scheduler_sglang};
+use crate::{scheduler, scheduler_handoff, scheduler_sglang};
 
 pub(crate) const ROW: Row = Row { test: "replay_core", variable: "STANDIN_REPLAY_SEEDS", seeds: 50 };
 
 /// A row's name, and the hash of what one seed's run of it gave out.
 type Traced = (&'static str, fn(u64) -> u64);
 
-const TRACED: [Traced; 2] =
-    [(scheduler::ROW.test, scheduler::trace), (scheduler_sglang::ROW.test, scheduler_sglang::trace)];
+const TRACED: [Traced; 3] = [
+    (scheduler::ROW.test, scheduler::trace),
+    (scheduler_sglang::ROW.test, scheduler_sglang::trace),
+    (scheduler_handoff::ROW.test, scheduler_handoff::trace),
+];
 
 /// One seed's run of every row, twice.
 pub(crate) fn check(seed: u64) -> Result<(), String> {
