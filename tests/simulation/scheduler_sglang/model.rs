@@ -230,8 +230,7 @@ impl Model {
         if next > self.last_pass.map(|(_, ended)| ended) {
             self.note_idle_turn();
         }
-        let boundary_first = self.last_pass.is_some_and(|(began, ended)| ended == now && began < now);
-        self.arrive(|visible_from| visible_from < now || (visible_from == now && !boundary_first));
+        self.arrive_between_passes(now);
         let mut planned = self.plan();
         if planned.is_idle() && self.arrive(|visible_from| visible_from <= now) {
             planned = self.plan();
@@ -279,9 +278,19 @@ impl Model {
     }
 
     /// Ends to be shown at an instant without a pass.
-    pub(crate) fn settle(&mut self) -> Vec<Output> {
+    pub(crate) fn settle(&mut self, now: EngineTime) -> Vec<Output> {
         self.note_idle_turn();
-        if self.in_flight.is_none() { mem::take(&mut self.due) } else { Vec::new() }
+        if self.in_flight.is_some() {
+            return Vec::new();
+        }
+        self.arrive_between_passes(now);
+        mem::take(&mut self.due)
+    }
+
+    /// A boundary comes before the arrivals of its instant.
+    fn arrive_between_passes(&mut self, now: EngineTime) {
+        let boundary_first = self.last_pass.is_some_and(|(began, ended)| ended == now && began < now);
+        self.arrive(|visible_from| visible_from < now || (visible_from == now && !boundary_first));
     }
 
     /// The running ones, then the one whose prompt is split.

@@ -310,7 +310,7 @@ impl World {
     }
 
     fn settle(&mut self) {
-        let expected = self.model.as_mut().map(Model::settle);
+        let expected = self.model.as_mut().map(|model| model.settle(self.now));
         match self.core.settle(self.now) {
             Some(effects) => {
                 assert!(self.in_flight.is_none(), "a pass in flight shows everything at its end");
