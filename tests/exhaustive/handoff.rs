@@ -5,7 +5,7 @@
 //! every state: its answer is the one in the transition tables, a refusal changes nothing, no block is lost or
 //! taken from whoever holds it for a transfer, and from every state everything ends, exactly once.
 
-use std::collections::{BTreeMap, HashSet, VecDeque};
+use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::time::Duration;
 
@@ -16,6 +16,8 @@ use standin::{
     SequenceId, SequenceStatus, SglangConfig, SourceState, Speedup, Submission, VllmConfig,
 };
 use uuid::Uuid;
+
+use super::explore::{Did, Explored, World, explore};
 
 /// Blocks that can be handed out. Two registrations and the ordinary request need up to eight.
 const USABLE_BLOCKS: u32 = 5;
@@ -136,7 +138,7 @@ struct Told {
     ended: bool,
 }
 
-struct World {
+struct Handoffs {
     engine: Engine,
     scheduler: Scheduler,
     pass: Option<Pass>,
@@ -145,14 +147,7 @@ struct World {
     ordinary_submitted: bool,
 }
 
-/// Whether an action did something.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Did {
-    Something,
-    Nothing,
-}
-
-impl World {
+impl Handoffs {
     fn new(engine: Engine) -> Self {
         let config = EngineConfig::new(engine.kind())
             .with_max_model_len(64)
@@ -168,36 +163,6 @@ impl World {
         }
     }
 
-    /// Everything that can be seen.
-    fn state(&self) -> u64 {
-        let view = self.scheduler.view();
-        let mut hasher = DefaultHasher::new();
-        for sequences in [
-            view.running().collect::<Vec<_>>(),
-            view.waiting().collect(),
-            view.loading().collect(),
-            view.held().collect(),
-        ] {
-            sequences.len().hash(&mut hasher);
-            for sequence in sequences {
-                let counts = (sequence.num_computed_tokens, sequence.num_tokens, sequence.num_preemptions > 0);
-                (sequence.sequence, sequence.status, counts, sequence.block_ids.len()).hash(&mut hasher);
-            }
-        }
-        for handoff in 0..HANDOFFS {
-            view.handoff(Reg(handoff, 1).key().id).hash(&mut hasher);
-        }
-        let arriving =
-            REGISTRATIONS.map(Reg::sequence).into_iter().chain([ORDINARY]).filter(|&id| view.sequence(id).is_some());
-        arriving.collect::<Vec<_>>().hash(&mut hasher);
-        let deadline = self.scheduler.next_deadline().map(|next| next.saturating_since(self.now));
-        view.token_pool().map(|pool| (pool.batch_is_full, pool.chunked)).hash(&mut hasher);
-        (view.pool().num_free_blocks(), deadline, self.pass.is_some(), &self.told).hash(&mut hasher);
-        let rows: Option<Vec<_>> = self.pass.as_ref().map(|pass| pass.rows().iter().map(|row| row.sequence).collect());
-        (rows, self.ordinary_submitted).hash(&mut hasher);
-        hasher.finish()
-    }
-
     fn side(&self, reg: Reg) -> Option<(HandoffKey, HandoffSide)> {
         self.scheduler.view().handoff(reg.key().id).map(|(key, _, side)| (key, side))
     }
@@ -205,43 +170,6 @@ impl World {
     fn submission(sequence: SequenceId, prompt_tokens: u32, outputs: u32) -> Submission {
         let prompt: Vec<u32> = (0..prompt_tokens).map(|token| token + sequence.0 as u32 * 100).collect();
         Submission { sequence, tie_key: u128::from(sequence.0), request: Request::new(prompt, outputs) }
-    }
-
-    /// Does an action and checks what must hold always.
-    fn apply(&mut self, action: Action) -> Did {
-        let before = self.held_blocks();
-        let did = self.act(action);
-        self.check();
-        if matches!(action, Action::Begin | Action::Finish | Action::SubmitOrdinary) {
-            self.nobody_lost_blocks(&before);
-        }
-        did
-    }
-
-    fn act(&mut self, action: Action) -> Did {
-        use Action::*;
-        match action {
-            Begin => self.begin(),
-            Finish => self.finish(),
-            Settle => self.settle(),
-            Wait => self.wait(),
-            SubmitOrdinary if self.ordinary_submitted => Did::Nothing,
-            SubmitOrdinary => {
-                let submission = Self::submission(ORDINARY, 8, 2);
-                assert_eq!(self.scheduler.apply(Command::Submit(submission), self.now), Ok(Applied::Submitted));
-                self.ordinary_submitted = true;
-                Did::Something
-            }
-            CancelOrdinary => self.cancel(ORDINARY),
-            Cancel(reg) => self.cancel(reg.sequence()),
-            // The caller never uses a registration twice, and the core forgets those that are over.
-            Prefill(reg) | Reserve(reg)
-                if self.told(reg).submitted && self.side(reg).is_none_or(|(key, _)| key != reg.key()) =>
-            {
-                self.superseded_or_nothing(action, reg)
-            }
-            _ => self.handoff(action),
-        }
     }
 
     fn told(&self, reg: Reg) -> Told {
@@ -438,6 +366,76 @@ impl World {
             assert_eq!(reserved, status == SequenceStatus::Loading, "{key}: {side:?} {status:?}");
         }
     }
+}
+
+impl World for Handoffs {
+    type Action = Action;
+
+    /// Everything that can be seen.
+    fn state(&self) -> u64 {
+        let view = self.scheduler.view();
+        let mut hasher = DefaultHasher::new();
+        for sequences in [
+            view.running().collect::<Vec<_>>(),
+            view.waiting().collect(),
+            view.loading().collect(),
+            view.held().collect(),
+        ] {
+            sequences.len().hash(&mut hasher);
+            for sequence in sequences {
+                let counts = (sequence.num_computed_tokens, sequence.num_tokens, sequence.num_preemptions > 0);
+                (sequence.sequence, sequence.status, counts, sequence.block_ids.len()).hash(&mut hasher);
+            }
+        }
+        for handoff in 0..HANDOFFS {
+            view.handoff(Reg(handoff, 1).key().id).hash(&mut hasher);
+        }
+        let arriving =
+            REGISTRATIONS.map(Reg::sequence).into_iter().chain([ORDINARY]).filter(|&id| view.sequence(id).is_some());
+        arriving.collect::<Vec<_>>().hash(&mut hasher);
+        let deadline = self.scheduler.next_deadline().map(|next| next.saturating_since(self.now));
+        view.token_pool().map(|pool| (pool.batch_is_full, pool.chunked)).hash(&mut hasher);
+        (view.pool().num_free_blocks(), deadline, self.pass.is_some(), &self.told).hash(&mut hasher);
+        let rows: Option<Vec<_>> = self.pass.as_ref().map(|pass| pass.rows().iter().map(|row| row.sequence).collect());
+        (rows, self.ordinary_submitted).hash(&mut hasher);
+        hasher.finish()
+    }
+
+    fn act(&mut self, action: Action) -> Did {
+        use Action::*;
+        match action {
+            Begin => self.begin(),
+            Finish => self.finish(),
+            Settle => self.settle(),
+            Wait => self.wait(),
+            SubmitOrdinary if self.ordinary_submitted => Did::Nothing,
+            SubmitOrdinary => {
+                let submission = Self::submission(ORDINARY, 8, 2);
+                assert_eq!(self.scheduler.apply(Command::Submit(submission), self.now), Ok(Applied::Submitted));
+                self.ordinary_submitted = true;
+                Did::Something
+            }
+            CancelOrdinary => self.cancel(ORDINARY),
+            Cancel(reg) => self.cancel(reg.sequence()),
+            // The caller never uses a registration twice, and the core forgets those that are over.
+            Prefill(reg) | Reserve(reg)
+                if self.told(reg).submitted && self.side(reg).is_none_or(|(key, _)| key != reg.key()) =>
+            {
+                self.superseded_or_nothing(action, reg)
+            }
+            _ => self.handoff(action),
+        }
+    }
+
+    fn act_and_check(&mut self, action: Action) -> Did {
+        let before = self.held_blocks();
+        let did = self.act(action);
+        self.check();
+        if matches!(action, Action::Begin | Action::Finish | Action::SubmitOrdinary) {
+            self.nobody_lost_blocks(&before);
+        }
+        did
+    }
 
     /// Gives everything up and waits: all ends, each exactly once, and nothing stays.
     fn close(&mut self) {
@@ -470,59 +468,17 @@ impl World {
     }
 }
 
-/// How the states were reached.
-struct Node {
-    parent: usize,
-    action: Action,
-}
-
-fn replay(nodes: &[Node], node: usize, engine: Engine) -> World {
-    let mut path = Vec::new();
-    let mut at = node;
-    while at > 0 {
-        path.push(nodes[at].action);
-        at = nodes[at].parent;
-    }
-    let mut world = World::new(engine);
-    for action in path.into_iter().rev() {
-        world.act(action);
-    }
-    world
-}
-
-/// Explores a space until nothing new turns up; the numbers of states and of transitions.
-fn explore(space: &Space) -> (usize, usize) {
-    let actions = space.actions();
-    let mut nodes = vec![Node { parent: 0, action: Action::Begin }];
-    let mut seen = HashSet::from([World::new(space.engine).state()]);
-    let mut open = VecDeque::from([0]);
-    let mut transitions = 0;
-    while let Some(node) = open.pop_front() {
-        let mut world = replay(&nodes, node, space.engine);
-        let state = world.state();
-        for &action in &actions {
-            transitions += 1;
-            if world.apply(action) == Did::Nothing {
-                assert_eq!(world.state(), state, "{action:?} was refused or says that it did nothing");
-                continue;
-            }
-            if seen.insert(world.state()) {
-                nodes.push(Node { parent: node, action });
-                open.push_back(nodes.len() - 1);
-            }
-            world = replay(&nodes, node, space.engine);
-        }
-        world.close();
-    }
-    (seen.len(), transitions)
+fn explore_all(space: &Space) -> Explored {
+    let explored = explore(|| Handoffs::new(space.engine), &space.actions());
+    println!("{explored:?}");
+    explored
 }
 
 #[test]
 fn both_machines_are_explored_and_everything_ends_from_everywhere() {
     let both = &[Reg(0, 1), Reg(0, 2)];
-    let (states, transitions) =
-        explore(&Space { engine: Engine::Vllm(LoadFailurePolicy::Fail), both, sources: &[Reg(1, 1)] });
-    println!("{states} states, {transitions} transitions");
+    let Explored { states, transitions } =
+        explore_all(&Space { engine: Engine::Vllm(LoadFailurePolicy::Fail), both, sources: &[Reg(1, 1)] });
     assert!(states >= 20_000, "{states} states");
     assert!(transitions >= 600_000, "{transitions} transitions");
 }
@@ -530,9 +486,8 @@ fn both_machines_are_explored_and_everything_ends_from_everywhere() {
 #[test]
 fn failed_loads_that_are_computed_again_are_explored() {
     let both = &[Reg(0, 1), Reg(0, 2)];
-    let (states, transitions) =
-        explore(&Space { engine: Engine::Vllm(LoadFailurePolicy::Recompute), both, sources: &[] });
-    println!("{states} states, {transitions} transitions");
+    let Explored { states, transitions } =
+        explore_all(&Space { engine: Engine::Vllm(LoadFailurePolicy::Recompute), both, sources: &[] });
     assert!(states >= 3_000, "{states} states");
     assert!(transitions >= 70_000, "{transitions} transitions");
 }
@@ -540,20 +495,18 @@ fn failed_loads_that_are_computed_again_are_explored() {
 #[test]
 fn sglangs_machines_are_explored_and_everything_ends_from_everywhere() {
     let both = &[Reg(0, 1), Reg(0, 2)];
-    let (states, transitions) = explore(&Space { engine: Engine::Sglang, both, sources: &[Reg(1, 1)] });
-    println!("{states} states, {transitions} transitions");
+    let Explored { states, transitions } = explore_all(&Space { engine: Engine::Sglang, both, sources: &[Reg(1, 1)] });
     assert!(states >= 19_000, "{states} states");
     assert!(transitions >= 560_000, "{transitions} transitions");
 }
 
 /// Two handoffs registered twice each, on either side: 1,640,000 states and 72 million transitions. Minutes
-/// with `cargo test --release --test handoff_exhaustive -- --ignored`.
+/// with `cargo test --profile checked --test exhaustive -- --ignored`.
 #[test]
 #[ignore = "minutes, and only in release"]
 fn two_handoffs_on_either_side_are_explored() {
     for engine in [Engine::Vllm(LoadFailurePolicy::Fail), Engine::Vllm(LoadFailurePolicy::Recompute), Engine::Sglang] {
-        let (states, transitions) = explore(&Space { engine, both: &REGISTRATIONS, sources: &[] });
-        println!("{engine:?}: {states} states, {transitions} transitions");
+        let Explored { states, transitions } = explore_all(&Space { engine, both: &REGISTRATIONS, sources: &[] });
         let (least_states, least_transitions) =
             if engine == Engine::Sglang { (380_000, 16_000_000) } else { (500_000, 20_000_000) };
         assert!(states >= least_states, "{states} states");
