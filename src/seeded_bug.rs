@@ -30,11 +30,73 @@ mod switches {
     pub enum SeededBug {
         /// Under FCFS the oldest running sequence is preempted, not the newest.
         PreemptsTheOldest,
+        /// A pass gives out one token more than it may.
+        BudgetIsOneTooMany,
+        /// A preempted sequence keeps its blocks.
+        PreemptionKeepsBlocks,
+        /// A prompt that is cached whole leaves no token to compute.
+        FullHitComputesNothing,
+        /// What a resumed request finds in the cache is taken for what it found at first.
+        ResumedHitIsTheFirst,
+        /// A hit block that is free is not counted as needed.
+        FreeHitsNeedNoRoom,
+        /// Of a sequence's cached blocks the first is evicted first.
+        FreesHeadFirst,
+        /// The blocks of a request that is cancelled while it loads are free at once.
+        FreesWhatIsStillWritten,
+        /// A registration takes another one's place, and then its request is refused.
+        SupersedesBeforeItChecks,
+        /// A source can be released while its request runs.
+        ReleasesBeforeItIsHeld,
+        /// A command is taken for whatever registration its handoff has.
+        GenerationIsNotCompared,
+        /// A heartbeat sets the lease's end, even to an earlier time.
+        HeartbeatShortensTheLease,
+        /// SGLang's LRU evicts what was used last.
+        EvictsTheYoungest,
+        /// The first half of a split node was never stored.
+        SplitForgetsHits,
+        /// The pages of an evicted node are listed in the order of a map.
+        ListsEvictionsInHashOrder,
+        /// The longest prompt is retracted, however much it has produced.
+        RetractsByPromptAlone,
+        /// SGLang's admission does not reckon with the page that rounding up takes.
+        AdmissionForgetsThePage,
+        /// A prompt can be found when its request has ended, not when it is computed.
+        StoresPromptsAtTheEnd,
+        /// Whatever action was done, the activation counts as confirmed.
+        AnyAnswerConfirms,
+        /// A failed handoff cancels its source first.
+        CancelsTheSourceFirst,
+        /// The time of a transfer counts towards the handoff's time-out.
+        TransfersCountAsWaiting,
     }
 
     impl SeededBug {
         /// All of them.
-        pub const ALL: [Self; 1] = [Self::PreemptsTheOldest];
+        pub const ALL: [Self; 21] = [
+            Self::PreemptsTheOldest,
+            Self::BudgetIsOneTooMany,
+            Self::PreemptionKeepsBlocks,
+            Self::FullHitComputesNothing,
+            Self::ResumedHitIsTheFirst,
+            Self::FreeHitsNeedNoRoom,
+            Self::FreesHeadFirst,
+            Self::FreesWhatIsStillWritten,
+            Self::SupersedesBeforeItChecks,
+            Self::ReleasesBeforeItIsHeld,
+            Self::GenerationIsNotCompared,
+            Self::HeartbeatShortensTheLease,
+            Self::EvictsTheYoungest,
+            Self::SplitForgetsHits,
+            Self::ListsEvictionsInHashOrder,
+            Self::RetractsByPromptAlone,
+            Self::AdmissionForgetsThePage,
+            Self::StoresPromptsAtTheEnd,
+            Self::AnyAnswerConfirms,
+            Self::CancelsTheSourceFirst,
+            Self::TransfersCountAsWaiting,
+        ];
     }
 
     /// 0 for none, else one more than the place in `ALL`.

@@ -12,6 +12,7 @@ use super::protocol::{
 use super::transfer::TransferTiming;
 use crate::config::FirstToken;
 use crate::error::ConfigError;
+use crate::seeded_bug::seeded_bug;
 use crate::time::EngineTime;
 
 /// Drives one handoff: facts and the time go in, actions come out.
@@ -233,7 +234,9 @@ impl Coordinator {
                 self.do_not_count_since(started, now);
                 self.outbox.activate(held.first_token)
             }
-            (State::Activating { activate }, Fact::Outcome { action, outcome: Done }) if action == activate => {
+            (State::Activating { activate }, Fact::Outcome { action, outcome: Done })
+                if action == activate || seeded_bug!(AnyAnswerConfirms) =>
+            {
                 let source = self.outbox.issue(Action::ReleaseSource);
                 self.end(HandoffOutcome::Completed, Some(source), None, now)
             }
@@ -279,7 +282,9 @@ impl Coordinator {
     }
 
     fn do_not_count_since(&mut self, started: EngineTime, now: EngineTime) {
-        self.deadline = self.deadline + now.saturating_since(started);
+        if !seeded_bug!(TransfersCountAsWaiting) {
+            self.deadline = self.deadline + now.saturating_since(started);
+        }
     }
 
     fn fail(&mut self, failure: Failure, now: EngineTime) -> State {
@@ -297,8 +302,9 @@ impl Coordinator {
         }
         let reported_over = matches!(failure, Failure::TransferFailed | Failure::TransferRefused(_));
         let transfer_in_flight = matches!(self.state, State::Transferring { .. }) && !reported_over;
+        let early = seeded_bug!(CancelsTheSourceFirst).then(|| self.outbox.issue(Action::CancelSource));
         let destination = self.outbox.issue(Action::CancelDestination { transfer_in_flight, failure });
-        let source = self.outbox.issue(Action::CancelSource);
+        let source = early.unwrap_or_else(|| self.outbox.issue(Action::CancelSource));
         // Who is gone need not answer.
         let destination = Some(destination).filter(|_| failure != Failure::DestinationGone);
         let source = Some(source).filter(|_| failure != Failure::SourceGone);

@@ -17,6 +17,7 @@ use std::collections::VecDeque;
 
 use super::content_index::ContentIndex;
 use crate::kv_event::{BlockHash, BlockId};
+use crate::seeded_bug::seeded_bug;
 
 use super::pool::KvPool;
 
@@ -235,7 +236,8 @@ impl BlockPool {
                 }
             }
         }
-        for &id in ids.iter().rev() {
+        for at in 0..ids.len() {
+            let id = ids[if seeded_bug!(FreesHeadFirst) { at } else { ids.len() - 1 - at }];
             let block = &self.blocks[id as usize];
             if block.ref_count == 0 && block.content.is_some() {
                 self.free_with_content.push_back(Place { block: id, claims: block.claims });

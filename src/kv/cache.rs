@@ -6,6 +6,7 @@
 use crate::config::VllmConfig;
 use crate::kv_event::{BlockHash, BlockId, KvEvent};
 use crate::request::SequenceId;
+use crate::seeded_bug::seeded_bug;
 
 use super::block_hash::{BlockHasher, ExtraKeys};
 use super::block_pool::BlockPool;
@@ -196,7 +197,8 @@ impl KvCache {
     pub(crate) fn admit(&mut self, blocks: &mut SequenceBlocks, room: Room) -> bool {
         debug_assert!((blocks.ids.is_empty() || self.hits.is_empty()) && room.must_fit >= room.tokens);
         // A hit block without an owner is free until it is taken, so it counts as needed.
-        let free_hits = self.hits.iter().filter(|&&block| self.pool.ref_count(block) == 0).count() as u64;
+        let is_free = |block| self.pool.ref_count(block) == 0 && !seeded_bug!(FreeHitsNeedNoRoom);
+        let free_hits = self.hits.iter().filter(|&&block| is_free(block)).count() as u64;
         let present = u64::from(blocks.len()) + self.hits.len() as u64;
         let needed = |tokens: u32| {
             u64::from(tokens.div_ceil(self.block_size)).saturating_sub(present) + free_hits + u64::from(room.headroom)

@@ -7,6 +7,7 @@
 use crate::config::SglangConfig;
 use crate::kv_event::{BlockExtraKeys, BlockHash, BlockId, KvEvent};
 use crate::request::SequenceId;
+use crate::seeded_bug::seeded_bug;
 
 use super::block_hash::BlockHasher;
 use super::cache::{BlockContent, HeldBlocks};
@@ -169,8 +170,13 @@ impl RadixCache {
             let Some(evicted) = self.tree.evict() else { return false };
             self.pool.free(&evicted.pages);
             if let Some(events) = &mut self.events {
-                let pairs = evicted.hashes.iter().zip(&evicted.pages);
-                events.extend(pairs.map(|(&block_hash, &block_id)| KvEvent::BlockRemoved { block_hash, block_id }));
+                let removed = |(block_id, block_hash)| KvEvent::BlockRemoved { block_hash, block_id };
+                let pairs = evicted.pages.iter().copied().zip(evicted.hashes);
+                if seeded_bug!(ListsEvictionsInHashOrder) {
+                    events.extend(pairs.collect::<std::collections::HashMap<_, _>>().into_iter().map(removed));
+                } else {
+                    events.extend(pairs.map(removed));
+                }
             }
         }
         true

@@ -19,6 +19,7 @@ use rustc_hash::FxHashMap;
 
 use crate::config::RadixEvictionPolicy;
 use crate::kv_event::{BlockHash, BlockId};
+use crate::seeded_bug::seeded_bug;
 
 use super::cache::BlockContent;
 
@@ -62,6 +63,7 @@ struct Node {
 impl Node {
     fn rank(&self, policy: RadixEvictionPolicy) -> Rank {
         match policy {
+            RadixEvictionPolicy::Lru if seeded_bug!(EvictsTheYoungest) => (-self.accessed, 0),
             RadixEvictionPolicy::Lru => (self.accessed, 0),
             RadixEvictionPolicy::Lfu => (i64::from(self.hits), self.accessed),
             RadixEvictionPolicy::Fifo => (self.created, self.accessed),
@@ -465,6 +467,7 @@ impl RadixTree {
         let below = self.nodes[child as usize].tokens[..self.page_size].into();
         let node = &mut self.nodes[head as usize];
         (node.locks, node.created, node.hits, node.priority, node.hashes) = (locks, created, hits, priority, hashes);
+        node.hits *= u32::from(!seeded_bug!(SplitForgetsHits));
         node.children.insert(below, child);
         let first_page: Box<[u32]> = node.tokens[..self.page_size].into();
         if let Some(parent) = parent {

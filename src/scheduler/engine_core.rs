@@ -10,6 +10,7 @@ use crate::kv::HeldBlocks;
 use crate::kv_event::KvEvent;
 use crate::output::FinishReason;
 use crate::request::{Request, SequenceId};
+use crate::seeded_bug::seeded_bug;
 use crate::time::EngineTime;
 
 use super::book::Book;
@@ -267,7 +268,9 @@ pub(crate) trait EngineCore: Sized {
     fn end(&mut self, handle: Handle, finish: FinishReason) {
         let sequence = &self.book().sequences[handle];
         let transfer = match sequence.life {
-            Life::Loading { load: Load::InFlight, .. } => Some(Transfer::Receive),
+            Life::Loading { load: Load::InFlight, .. } if !seeded_bug!(FreesWhatIsStillWritten) => {
+                Some(Transfer::Receive)
+            }
             _ => sequence.remote.as_ref().filter(|remote| remote.keeps(finish)).map(|_| Transfer::Send),
         };
         match sequence.life {

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::request::SequenceId;
+use crate::seeded_bug::seeded_bug;
 use crate::time::EngineTime;
 
 use super::sequences::Handle;
@@ -33,7 +34,11 @@ impl Holds {
 
     /// Moves a deadline, but never to an earlier time.
     pub(crate) fn extend(&mut self, sequence: SequenceId, until: EngineTime) {
-        if let Some(hold) = self.by_sequence.get_mut(&sequence).filter(|hold| hold.until < until) {
+        if let Some(hold) = self
+            .by_sequence
+            .get_mut(&sequence)
+            .filter(|hold| hold.until < until || seeded_bug!(HeartbeatShortensTheLease))
+        {
             self.by_deadline.remove(&(hold.until, sequence));
             hold.until = until;
             self.by_deadline.insert((until, sequence));

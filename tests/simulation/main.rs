@@ -4,6 +4,7 @@
 //! A failure prints the line that repeats it and the smallest run that was found for it. `docs/testing.md` has the
 //! figures and the variables that set them.
 
+mod coordinator;
 mod operations;
 mod replay;
 mod scheduler;

@@ -4,7 +4,7 @@ use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::fmt::Debug;
 use std::panic::{self, AssertUnwindSafe};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, Once};
 use std::thread;
 
@@ -32,6 +32,14 @@ pub(crate) fn runner(seed: u64) -> TestRunner {
     TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::XorShift, &state))
 }
 
+/// Whether what fails is made smaller. Where it only counts that something fails, that would be lost time.
+static SHRINKS: AtomicBool = AtomicBool::new(true);
+
+#[cfg(standin_seeded_bugs)]
+pub(crate) fn never_shrink() {
+    SHRINKS.store(false, Ordering::Relaxed);
+}
+
 /// Runs `test` on what the strategy draws from a seed. An error is the smallest failing run that was found.
 pub(crate) fn check<S: Strategy>(row: Row, strategy: &S, seed: u64, test: impl Fn(S::Value)) -> Result<(), String>
 where
@@ -40,8 +48,9 @@ where
     let mut runner = runner(seed);
     let tree = strategy.new_tree(&mut runner).expect("a strategy that always draws");
     let drawn = tree.current();
-    if caught(|| test(drawn)).is_ok() {
-        return Ok(());
+    let Err(reason) = caught(|| test(drawn)) else { return Ok(()) };
+    if !SHRINKS.load(Ordering::Relaxed) {
+        return Err(reason);
     }
     let outcome = runner.run_one(tree, |value| caught(|| test(value)).map_err(TestCaseError::fail));
     let found = match outcome {

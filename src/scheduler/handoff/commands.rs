@@ -3,6 +3,7 @@
 use crate::config::FirstToken;
 use crate::handoff::HandoffKey;
 use crate::output::FinishReason;
+use crate::seeded_bug::seeded_bug;
 use crate::time::EngineTime;
 
 use super::super::command::{Applied, ApplyResult, Submission};
@@ -35,8 +36,11 @@ pub(crate) trait HandoffCommands: EngineCore {
         now: EngineTime,
     ) -> ApplyResult {
         let earlier = self.book().handoffs.may_submit(key)?;
+        if let Some(earlier) = earlier.filter(|_| seeded_bug!(SupersedesBeforeItChecks)) {
+            self.supersede(earlier);
+        }
         let submission = self.check(submission)?;
-        if let Some(earlier) = earlier {
+        if let Some(earlier) = earlier.filter(|_| !seeded_bug!(SupersedesBeforeItChecks)) {
             self.supersede(earlier);
         }
         let handle = self.enter(submission, Some((remote, Some(key))), now);

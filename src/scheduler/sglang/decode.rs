@@ -5,6 +5,7 @@ use crate::scheduler::book::{Book, note_admission};
 use crate::scheduler::engine_core::EngineCore;
 use crate::scheduler::pass::{Pass, PassRow, RowKind};
 use crate::scheduler::sequences::Handle;
+use crate::seeded_bug::seeded_bug;
 
 use super::SglangCore;
 use super::budget::RETRACT_DECODE_STEPS;
@@ -82,7 +83,8 @@ impl SglangCore {
         let mut kept = self.book.running.swept().to_vec();
         kept.sort_by_key(|&handle| {
             let sequence = &self.book.sequences[handle];
-            std::cmp::Reverse((sequence.num_output, std::cmp::Reverse(sequence.num_prompt)))
+            let num_output = if seeded_bug!(RetractsByPromptAlone) { 0 } else { sequence.num_output };
+            std::cmp::Reverse((num_output, std::cmp::Reverse(sequence.num_prompt)))
         });
         let (mut fits, mut retracted) = (false, Vec::new());
         while let Some(index) = (!fits).then(|| self.next_victim(&kept)).flatten() {

@@ -6,6 +6,7 @@ use crate::scheduler::engine_core::EngineCore;
 use crate::scheduler::pass::{Effects, Output, Pass, PassRow, RowKind};
 use crate::scheduler::sequence::Life;
 use crate::scheduler::sequences::Handle;
+use crate::seeded_bug::seeded_bug;
 use crate::time::EngineTime;
 
 use super::SglangCore;
@@ -15,7 +16,8 @@ impl SglangCore {
         let mut effects = self.book.land(&pass, now);
         let (prefill, decode) = pass.rows.split_at(pass.num_prefill_rows);
         for row in prefill.iter().filter(|row| row.samples) {
-            if let Some(handle) = self.sample(row, &mut effects.outputs) {
+            if let Some(handle) = self.sample(row, &mut effects.outputs).filter(|_| !seeded_bug!(StoresPromptsAtTheEnd))
+            {
                 self.store(handle);
             }
         }

@@ -5,6 +5,7 @@ use crate::kv::Match;
 use crate::output::FinishReason;
 use crate::scheduler::pass::{Pass, PassRow, RowKind};
 use crate::scheduler::sequences::Handle;
+use crate::seeded_bug::seeded_bug;
 
 use crate::scheduler::engine_core::EngineCore;
 
@@ -207,7 +208,8 @@ impl SglangCore {
         let (sequence, page_size) = (&self.book.sequences[handle], self.kv.page_size());
         let missing = sequence.num_tokens() - found.tokens;
         let output = clipped(sequence.output_limit - sequence.num_output);
-        let needed = f64::from(missing) + f64::from(output) + f64::from(page_size);
+        let needed = f64::from(missing) + f64::from(output);
+        let needed = if seeded_bug!(AdmissionForgetsThePage) { needed } else { needed + f64::from(page_size) };
         if needed >= batch.budget.remaining_total(&self.kv) {
             return Err(Verdict::NoToken);
         }

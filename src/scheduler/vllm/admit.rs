@@ -9,6 +9,7 @@ use crate::scheduler::remote::{Answer, ConnectorCall, LoadTiming};
 use crate::scheduler::sequence::{Life, Load, Sequence};
 use crate::scheduler::sequences::Handle;
 use crate::scheduler::waiting::QueueKey;
+use crate::seeded_bug::seeded_bug;
 
 use super::VllmCore;
 use super::plan::{Grant, Plan};
@@ -244,7 +245,7 @@ impl VllmCore {
             self.book.count_look_up(handle, found.local, plan.pass);
         }
         let sequence = &mut self.book.sequences[handle];
-        if !preempted {
+        if !preempted || seeded_bug!(ResumedHitIsTheFirst) {
             sequence.num_cached = found.tokens();
         }
         if let Some(remote) = &mut sequence.remote {
@@ -269,7 +270,7 @@ fn look_up(kv: &mut KvCache, sequence: &mut Sequence) -> u32 {
     if !kv.prefix_caching() || !sequence.reads_prefix_cache {
         return kv.skip_look_up();
     }
-    let max_tokens = sequence.num_tokens() - 1;
+    let max_tokens = sequence.num_tokens() - u32::from(!seeded_bug!(FullHitComputesNothing));
     let hit = kv.look_up(&mut sequence.blocks, &sequence.content, max_tokens);
     if sequence.reports_hits {
         kv.report_hits(&sequence.blocks, &sequence.content);

@@ -11,6 +11,7 @@ use crate::scheduler::pass::{Effects, Pass};
 use crate::scheduler::remote::{ConnectorCall, RemoteKv, TransferReport};
 use crate::scheduler::sequences::Handle;
 use crate::scheduler::waiting::QueueKey;
+use crate::seeded_bug::seeded_bug;
 use crate::time::EngineTime;
 
 use super::VllmCore;
@@ -149,7 +150,9 @@ impl VllmCore {
             VllmPolicy::Priority => self.priority_key(handle),
         };
         let sequence = &mut self.book.sequences[handle];
-        self.kv.release(&mut sequence.blocks);
+        if !seeded_bug!(PreemptionKeepsBlocks) {
+            self.kv.release(&mut sequence.blocks);
+        }
         sequence.num_computed = 0;
         sequence.quiet_until = 0;
         sequence.num_preemptions += 1;

@@ -32,7 +32,7 @@ impl VllmCore {
         }
         let mut plan = Plan {
             pass,
-            budget: self.options.max_num_batched_tokens,
+            budget: self.options.max_num_batched_tokens + u32::from(seeded_bug!(BudgetIsOneTooMany)),
             chunk_cap: self.chunk_cap(),
             defer_prefills: self.defers_prefills(),
             index: 0,
