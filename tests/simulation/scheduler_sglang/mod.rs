@@ -10,6 +10,7 @@
 
 mod invariants;
 mod model;
+mod model_decode;
 mod model_prefill;
 mod model_tree;
 mod workload;

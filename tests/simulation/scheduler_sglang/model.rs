@@ -1,13 +1,11 @@
 //! A second scheduler, written from the description of SGLang's rules with plain lists and loops: slow, and meant to
 //! be obviously right. It shares no code with the core.
 
-use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::mem;
 
 use standin::{
-    Cancelled, EngineTime, FinishReason, RadixEvictionPolicy, RowKind, SchedulingState, SequenceId, SequenceStatus,
-    SglangConfig, SglangPolicy,
+    Cancelled, EngineTime, FinishReason, RowKind, SchedulingState, SequenceId, SequenceStatus, SglangConfig,
 };
 
 use super::model_tree::{Prefix, Tree};
@@ -44,7 +42,7 @@ pub(crate) struct Sequence {
     stored: usize,
     counted: usize,
     /// Its place in the queue, and how many entered the queue before it.
-    place: u64,
+    pub(super) place: u64,
     pub(super) queued_at: u64,
     /// Tokens that the last attempt to admit it would have computed.
     pub(super) short_of: usize,
@@ -110,9 +108,9 @@ pub(crate) struct Model {
     due: Vec<Output>,
     in_flight: Option<Planned>,
     last_pass: Option<(EngineTime, EngineTime)>,
-    num_places: u64,
+    pub(super) num_places: u64,
     num_queued: u64,
-    attempts: u64,
+    pub(super) attempts: u64,
 }
 
 impl Model {
@@ -148,7 +146,7 @@ impl Model {
         (0.7 * self.options.schedule_conservativeness).min(1.0)
     }
 
-    fn decay(&mut self) {
+    pub(super) fn decay(&mut self) {
         let (first, last) = (self.first_ratio(), (self.first_ratio() * 0.14).min(1.0));
         self.ratio = (self.ratio - (first - last) / 600.0).max(last);
     }
@@ -355,74 +353,6 @@ impl Model {
         planned
     }
 
-    /// Brings the queue into the policy's order.
-    pub(super) fn order_queue(&mut self) {
-        let mut queue = self.queue();
-        let policy = self.options.schedule_policy;
-        let looks = policy == SglangPolicy::Lpm && !self.options.disable_radix_cache && queue.len() <= 128;
-        if looks {
-            self.sort_by_prefix(&mut queue);
-        } else {
-            let by_priority = self.options.enable_priority_scheduling;
-            queue.sort_by_key(|id| {
-                let sequence = &self.sequences[id];
-                let rank = if by_priority { self.rank(*id) } else { 0 };
-                let lof = policy == SglangPolicy::Lof;
-                let longest = Reverse(if lof { sequence.entry.limit } else { 0 });
-                (rank, longest, if by_priority && !lof { sequence.queued_at } else { 0 })
-            });
-        }
-        for &id in &queue {
-            // First come, first served leaves everybody in place.
-            if looks || policy == SglangPolicy::Lof || self.options.enable_priority_scheduling {
-                self.num_places += 1;
-                let place = self.num_places;
-                self.sequence(id).place = place;
-            }
-        }
-        let lru = self.options.radix_eviction_policy == RadixEvictionPolicy::Lru;
-        if !looks && lru && !self.options.disable_radix_cache && !queue.is_empty() {
-            self.attempts += 1;
-            if self.attempts % 32 == 1 {
-                for id in queue.into_iter().take(128).rev() {
-                    self.look_up_all(id);
-                }
-            }
-        }
-    }
-
-    fn look_up_all(&mut self, id: SequenceId) -> usize {
-        let sequence = &self.sequences[&id];
-        let wanted = sequence.prefix(self.whole(sequence.num_tokens()));
-        self.tree.look_up(&wanted)
-    }
-
-    /// Longest stored prefix first; last those whose first 32 tokens an earlier one is about to store.
-    fn sort_by_prefix(&mut self, queue: &mut [SequenceId]) {
-        let (mut starts, mut ranks) = (Vec::new(), BTreeMap::new());
-        // One alone needs no order and is not looked up.
-        for &id in queue.iter().filter(|_| queue.len() > 1) {
-            let found = self.look_up_all(id);
-            let tokens = self.sequences[&id].num_tokens();
-            let start = self.sequences[&id].prefix(32);
-            let is_small = found <= 32 && tokens >= 32;
-            let put_off = is_small && starts.contains(&start);
-            starts.extend((is_small && !put_off).then_some(start));
-            ranks.insert(id, (put_off, Reverse(found.min(tokens - 1))));
-        }
-        queue.sort_by_key(|id| match ranks.get(id) {
-            Some((true, _)) => (true, Reverse(0)),
-            Some(&rank) => rank,
-            None => (false, Reverse(0)),
-        });
-    }
-
-    /// The smallest is the most important.
-    pub(super) fn rank(&self, id: SequenceId) -> i64 {
-        let priority = i64::from(self.sequences[&id].entry.priority);
-        if self.options.schedule_low_priority_values_first { priority } else { -priority }
-    }
-
     pub(super) fn whole(&self, tokens: usize) -> usize {
         let page = self.options.page_size as usize;
         tokens / page * page
@@ -512,74 +442,6 @@ impl Model {
         let sequence = self.sequence(id);
         sequence.status = SequenceStatus::Running;
         (sequence.computed, sequence.stored, sequence.pages) = (prefix.len(), prefix.len(), pages);
-    }
-
-    fn plan_decode(&mut self, planned: &mut Planned) {
-        if self.running.is_empty() {
-            self.full = false;
-            return;
-        }
-        if self.running.iter().all(|id| self.sequences[id].throttled) {
-            return;
-        }
-        if self.decode_fits() {
-            self.decay();
-        } else {
-            self.make_decode_fit(planned);
-            self.full = false;
-        }
-        self.push_decodes(planned);
-    }
-
-    /// Makes room for one more token of everybody.
-    pub(super) fn decode_fits(&mut self) -> bool {
-        let page = self.options.page_size as usize;
-        let decodes = self.running.iter().map(|id| &self.sequences[id]).filter(|sequence| !sequence.throttled);
-        let missing = decodes.map(|one| (one.computed + 1).div_ceil(page).saturating_sub(one.pages.len())).sum();
-        self.tree.make_room(missing)
-    }
-
-    pub(super) fn push_decodes(&mut self, planned: &mut Planned) {
-        let mut decodes = self.running.clone();
-        decodes.retain(|id| !self.sequences[id].throttled);
-        self.tree.make_room_for_tokens(decodes.len() * self.options.page_size as usize);
-        for id in decodes {
-            planned.rows.push(self.compute(id, RowKind::Running, 1));
-        }
-    }
-
-    /// Retracts until the others fit: the fewest outputs first, then the longest prompt, then the last one.
-    fn make_decode_fit(&mut self, planned: &mut Planned) {
-        let mut kept = self.running.clone();
-        kept.sort_by_key(|id| {
-            let sequence = &self.sequences[id];
-            (Reverse(sequence.produced), sequence.entry.prompt.len())
-        });
-        let (mut fits, mut retracted) = (false, Vec::new());
-        while !fits {
-            let able: Vec<_> = kept.iter().copied().filter(|id| !self.sequences[id].throttled).collect();
-            let Some(&victim) = kept.iter().rev().find(|&&id| able != [id]) else { break };
-            kept.retain(|&id| id != victim);
-            self.leave(victim);
-            if self.retract(victim) {
-                retracted.push(victim);
-            }
-            self.tree.make_room_for_tokens(20 * kept.len());
-            fits = self.decode_fits();
-        }
-        for &id in &retracted {
-            self.enqueue(id);
-        }
-        planned.preempted.extend(retracted);
-        if !fits {
-            for id in mem::take(&mut kept) {
-                self.leave(id);
-                self.end(id, FinishReason::OutOfMemory);
-            }
-        }
-        let produced: usize = kept.iter().map(|id| self.sequences[id].produced).sum();
-        let limits: usize = kept.iter().map(|id| self.sequences[id].entry.limit).sum();
-        self.ratio = ((produced + 20 * kept.len()) as f64 / (limits + 1) as f64).min(1.0);
     }
 
     pub(super) fn sequence(&mut self, id: SequenceId) -> &mut Sequence {

@@ -1,8 +1,10 @@
-//! The model's prefill batch: how many tokens there are to give, and who gets them.
+//! The model's prefill batch: in which order those who wait are tried, how many tokens there are to give, and who
+//! gets them.
 
 use std::cmp::Reverse;
+use std::collections::BTreeMap;
 
-use standin::{FinishReason, RowKind, SchedulingState, SequenceId};
+use standin::{FinishReason, RadixEvictionPolicy, RowKind, SchedulingState, SequenceId, SglangPolicy};
 
 use super::model::{Model, Planned};
 use super::model_tree::Prefix;
@@ -79,6 +81,74 @@ impl Model {
         if !batch.grants.is_empty() {
             self.launch(&batch, planned);
         }
+    }
+
+    /// Brings the queue into the policy's order.
+    fn order_queue(&mut self) {
+        let mut queue = self.queue();
+        let policy = self.options.schedule_policy;
+        let looks = policy == SglangPolicy::Lpm && !self.options.disable_radix_cache && queue.len() <= 128;
+        if looks {
+            self.sort_by_prefix(&mut queue);
+        } else {
+            let by_priority = self.options.enable_priority_scheduling;
+            queue.sort_by_key(|id| {
+                let sequence = &self.sequences[id];
+                let rank = if by_priority { self.rank(*id) } else { 0 };
+                let lof = policy == SglangPolicy::Lof;
+                let longest = Reverse(if lof { sequence.entry.limit } else { 0 });
+                (rank, longest, if by_priority && !lof { sequence.queued_at } else { 0 })
+            });
+        }
+        for &id in &queue {
+            // First come, first served leaves everybody in place.
+            if looks || policy == SglangPolicy::Lof || self.options.enable_priority_scheduling {
+                self.num_places += 1;
+                let place = self.num_places;
+                self.sequence(id).place = place;
+            }
+        }
+        let lru = self.options.radix_eviction_policy == RadixEvictionPolicy::Lru;
+        if !looks && lru && !self.options.disable_radix_cache && !queue.is_empty() {
+            self.attempts += 1;
+            if self.attempts % 32 == 1 {
+                for id in queue.into_iter().take(128).rev() {
+                    self.look_up_all(id);
+                }
+            }
+        }
+    }
+
+    fn look_up_all(&mut self, id: SequenceId) -> usize {
+        let sequence = &self.sequences[&id];
+        let wanted = sequence.prefix(self.whole(sequence.num_tokens()));
+        self.tree.look_up(&wanted)
+    }
+
+    /// Longest stored prefix first; last those whose first 32 tokens an earlier one is about to store.
+    fn sort_by_prefix(&mut self, queue: &mut [SequenceId]) {
+        let (mut starts, mut ranks) = (Vec::new(), BTreeMap::new());
+        // One alone needs no order and is not looked up.
+        for &id in queue.iter().filter(|_| queue.len() > 1) {
+            let found = self.look_up_all(id);
+            let tokens = self.sequences[&id].num_tokens();
+            let start = self.sequences[&id].prefix(32);
+            let is_small = found <= 32 && tokens >= 32;
+            let put_off = is_small && starts.contains(&start);
+            starts.extend((is_small && !put_off).then_some(start));
+            ranks.insert(id, (put_off, Reverse(found.min(tokens - 1))));
+        }
+        queue.sort_by_key(|id| match ranks.get(id) {
+            Some((true, _)) => (true, Reverse(0)),
+            Some(&rank) => rank,
+            None => (false, Reverse(0)),
+        });
+    }
+
+    /// The smallest is the most important.
+    fn rank(&self, id: SequenceId) -> i64 {
+        let priority = i64::from(self.sequences[&id].entry.priority);
+        if self.options.schedule_low_priority_values_first { priority } else { -priority }
     }
 
     fn slots(&self) -> usize {
