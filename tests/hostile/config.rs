@@ -13,7 +13,7 @@ fn json(path: &str, value: &str) -> String {
 }
 
 /// Every whole number of a configuration, and whether it may be null.
-const WHOLE: [(&str, bool); 19] = [
+const WHOLE: [(&str, bool); 20] = [
     ("max_model_len", false),
     ("vocab_size", false),
     ("kind.vllm.block_size", false),
@@ -30,17 +30,20 @@ const WHOLE: [(&str, bool); 19] = [
     ("kind.sglang.chunked_prefill_size", true),
     ("kind.sglang.priority_scheduling_preemption_threshold", false),
     ("kind.sglang.prefill_max_requests", true),
+    ("kind.sglang.num_reserved_decode_tokens", false),
     ("timing.kernel_table.linear_ms", false),
     ("kind.vllm", false),
     ("seed", false),
 ];
 
 /// Every number with a fraction.
-const FRACTIONS: [&str; 8] = [
+const FRACTIONS: [&str; 10] = [
     "kind.vllm.watermark",
     "kind.vllm.kv_lease_ms",
     "kind.vllm.transfer_guard_ms",
     "kind.sglang.schedule_conservativeness",
+    "kind.sglang.disaggregation_waiting_timeout_ms",
+    "kind.sglang.transfer_guard_ms",
     "speedup.factor",
     "startup_ms",
     "timing.constant_ms",
@@ -73,7 +76,7 @@ fn every_number_refuses_what_it_cannot_hold_by_path_and_value() {
         not_a_number.iter().for_each(|value| check(path, value));
         check(path, "null");
     }
-    assert_eq!(tried, 19 * 6 + 16 + 18 * 3 + 7 * 5);
+    assert_eq!(tried, 20 * 6 + 17 + 19 * 3 + 9 * 5);
     // What JSON has no words for, or no double for.
     for value in ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "0x10", "+1", "01", ".5", "1."] {
         for path in WHOLE.map(|(path, _)| path).into_iter().chain(FRACTIONS) {
@@ -140,6 +143,9 @@ fn values_at_and_beyond_the_limits() {
             "kind.sglang.max_total_tokens = 467264: at least two pages of page_size = 4294967295",
         ),
         ("kind.sglang.max_running_requests", "0", "kind.sglang.max_running_requests = 0: at least 1"),
+        ("kind.sglang.num_reserved_decode_tokens", "0", "kind.sglang.num_reserved_decode_tokens = 0: at least 1"),
+        ("kind.sglang.num_reserved_decode_tokens", "4294967295", none),
+        ("kind.sglang.disaggregation_waiting_timeout_ms", "1.8446744073709552e22", none),
         (
             "kind.sglang.max_running_requests",
             "4294967295",
@@ -241,6 +247,7 @@ fn the_core_runs_with_extremes() {
         ("requests", sglang(small_sglang().with_max_running_requests(max)), Some(FinishReason::Length)),
         ("prefill", sglang(small_sglang().with_max_prefill_tokens(max)), Some(FinishReason::Length)),
         ("chunk", sglang(small_sglang().with_chunked_prefill_size(Some(max / 4 * 4))), Some(FinishReason::Length)),
+        ("reserve", sglang(small_sglang().with_num_reserved_decode_tokens(max)), Some(FinishReason::Length)),
         ("hope", sglang(small_sglang().with_schedule_conservativeness(f64::MAX)), Some(FinishReason::Length)),
         ("no hope", sglang(small_sglang().with_schedule_conservativeness(5e-324)), Some(FinishReason::Length)),
     ];

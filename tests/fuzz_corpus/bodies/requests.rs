@@ -15,6 +15,8 @@ use standin::{
 
 /// So few tokens that stop tokens are met and prefixes agree by chance.
 const VOCABULARY: u32 = 4;
+/// How long blocks are held.
+const LONG: [Duration; 4] = [Duration::ZERO, Duration::from_micros(3), Duration::from_secs(30), Duration::MAX];
 
 pub(crate) fn engine(bytes: &mut Unstructured<'_>) -> Result<EngineConfig> {
     let kind = if bytes.ratio(1, 2)? { EngineKind::Vllm(vllm(bytes)?) } else { EngineKind::Sglang(sglang(bytes)?) };
@@ -38,7 +40,6 @@ pub(crate) fn engine(bytes: &mut Unstructured<'_>) -> Result<EngineConfig> {
 }
 
 fn vllm(bytes: &mut Unstructured<'_>) -> Result<VllmConfig> {
-    let long = [Duration::ZERO, Duration::from_micros(3), Duration::from_secs(30), Duration::MAX];
     Ok(VllmConfig::default()
         .with_block_size(*bytes.choose(&[1, 2, 3, 4, 4, 7, u32::MAX])?)
         .with_num_gpu_blocks(bytes.int_in_range(2..=20)?)
@@ -55,8 +56,8 @@ fn vllm(bytes: &mut Unstructured<'_>) -> Result<VllmConfig> {
         .with_scheduler_reserve_full_isl(bytes.arbitrary()?)
         .with_prefill_schedule_interval(*bytes.choose(&[1, 1, 3, u32::MAX])?)
         .with_end_outgrown_requests(bytes.ratio(4, 5)?)
-        .with_kv_lease(*bytes.choose(&long)?)
-        .with_transfer_guard(*bytes.choose(&long)?)
+        .with_kv_lease(*bytes.choose(&LONG)?)
+        .with_transfer_guard(*bytes.choose(&LONG)?)
         .with_kv_load_failure_policy(*bytes.choose(&[LoadFailurePolicy::Fail, LoadFailurePolicy::Recompute])?)
         .with_first_token(*bytes.choose(&[FirstToken::Recomputed, FirstToken::CarriedOver])?)
         .with_destinations_first(bytes.arbitrary()?)
@@ -85,7 +86,11 @@ fn sglang(bytes: &mut Unstructured<'_>) -> Result<SglangConfig> {
         .with_priority_scheduling_preemption_threshold(*bytes.choose(&[0, 10, u32::MAX])?)
         .with_abort_after_next_forward(bytes.arbitrary()?)
         .with_end_outgrown_requests(bytes.ratio(4, 5)?)
-        .with_schedule_conservativeness(*bytes.choose(&[1.0, 0.01, f64::MIN_POSITIVE, f64::MAX])?))
+        .with_schedule_conservativeness(*bytes.choose(&[1.0, 0.01, f64::MIN_POSITIVE, f64::MAX])?)
+        .with_num_reserved_decode_tokens(*bytes.choose(&[1, 1, 4, 30, u32::MAX])?)
+        .with_disaggregation_decode_enable_radix_cache(bytes.arbitrary()?)
+        .with_disaggregation_waiting_timeout(*bytes.choose(&LONG)?)
+        .with_transfer_guard(*bytes.choose(&LONG)?))
 }
 
 /// A time near `now`, or at an edge.
