@@ -70,11 +70,51 @@ mod switches {
         CancelsTheSourceFirst,
         /// The time of a transfer counts towards the handoff's time-out.
         TransfersCountAsWaiting,
+        // The live engine.
+        /// A last token that finds the queue full is delivered, and the request has ended by length.
+        OverflowOnTheLastTokenEndsLength,
+        /// A dropped stream leaves no entry in the cancellation lane.
+        DropDoesNotCancel,
+        /// A dropped `submit` leaves none, if the actor has not taken the request yet.
+        ForgetsDroppedSubmits,
+        /// A cancel during a pass is answered at once and carried out at its end.
+        FreesAfterTheAnswer,
+        /// A cancel of a request that another one removed says that it did.
+        TwoCancelsRemove,
+        /// Cancels are read between passes alone.
+        CancelsWaitForTheBoundary,
+        /// Which lane is read first is a matter of luck.
+        ReadsTheLanesAtRandom,
+        /// A cancel does not stop forwarding.
+        ForwardsAfterACancel,
+        /// The terminal signal has no place of its own.
+        FullQueueRefusesTheEnd,
+        /// Nobody is told that a throttled reader has made room.
+        RoomIsNotTold,
+        /// The metrics are shown before the outputs of their pass.
+        ShowsMetricsBeforeOutputs,
+        /// A pass begins when its timer has fired, not where the last one was modelled to end.
+        AnchorsAtWakeUp,
+        /// Passes that are due already wait for a timer each.
+        OneDuePassATick,
+        /// Requests that were prepared and not submitted keep their streams open when the engine stops.
+        ForgetsPreparedAtTheStop,
+        /// Streams that the engine's end ends, end in the order of a map.
+        StopsInMapOrder,
+        /// All registrations of a handoff have one generation.
+        GenerationNotBumped,
+        /// The drop of a handoff's last control releases nothing.
+        LostControlKeepsItsBlocks,
+        // Races, which only another order of threads shows.
+        /// A terminal signal can be read before its route leaves the map.
+        EndIsReadBeforeTheIdIsFree,
+        /// A registration looks for the stop cause before it enters the map.
+        LooksForTheStopTooEarly,
     }
 
     impl SeededBug {
-        /// All of them.
-        pub const ALL: [Self; 21] = [
+        /// All that a simulation on one thread can see.
+        pub const ALL: [Self; 38] = [
             Self::PreemptsTheOldest,
             Self::BudgetIsOneTooMany,
             Self::PreemptionKeepsBlocks,
@@ -96,6 +136,23 @@ mod switches {
             Self::AnyAnswerConfirms,
             Self::CancelsTheSourceFirst,
             Self::TransfersCountAsWaiting,
+            Self::OverflowOnTheLastTokenEndsLength,
+            Self::DropDoesNotCancel,
+            Self::ForgetsDroppedSubmits,
+            Self::FreesAfterTheAnswer,
+            Self::TwoCancelsRemove,
+            Self::CancelsWaitForTheBoundary,
+            Self::ReadsTheLanesAtRandom,
+            Self::ForwardsAfterACancel,
+            Self::FullQueueRefusesTheEnd,
+            Self::RoomIsNotTold,
+            Self::ShowsMetricsBeforeOutputs,
+            Self::AnchorsAtWakeUp,
+            Self::OneDuePassATick,
+            Self::ForgetsPreparedAtTheStop,
+            Self::StopsInMapOrder,
+            Self::GenerationNotBumped,
+            Self::LostControlKeepsItsBlocks,
         ];
     }
 

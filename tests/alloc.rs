@@ -1,57 +1,19 @@
 //! What a request costs in memory: every allocation is counted.
 #![cfg(feature = "live")]
-#![expect(unsafe_code, reason = "a global allocator cannot be written without")]
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
+mod counting;
+
 use std::sync::{Arc, Mutex, PoisonError};
 
+use counting::counted;
 use standin::timing::TimingConfig;
 use standin::{
     Command, EngineConfig, EngineKind, EngineTime, LiveEngine, LiveRequest, OutputBuffering, Prompt, PromptSource,
     Request, Scheduler, SchedulingState, SequenceId, SglangConfig, Speedup, Submission, SubmitOptions, VllmConfig,
 };
 
-/// The system's allocator, with a tally.
-struct Counting;
-
-static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
-static LIVE_BYTES: AtomicI64 = AtomicI64::new(0);
-static PEAK_BYTES: AtomicI64 = AtomicI64::new(0);
 /// The tally is one for all threads: one test at a time.
 static ALONE: Mutex<()> = Mutex::new(());
-
-fn tally(allocations: u64, bytes: i64) {
-    ALLOCATIONS.fetch_add(allocations, Ordering::Relaxed);
-    let live = LIVE_BYTES.fetch_add(bytes, Ordering::Relaxed) + bytes;
-    PEAK_BYTES.fetch_max(live, Ordering::Relaxed);
-}
-
-// SAFETY: all is passed on to the system's allocator as it is.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        tally(1, layout.size() as i64);
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        tally(0, -(layout.size() as i64));
-        unsafe { System.dealloc(pointer, layout) }
-    }
-
-    unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
-        tally(1, new_size as i64 - layout.size() as i64);
-        unsafe { System.realloc(pointer, layout, new_size) }
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
-
-/// Allocations so far, and bytes in use.
-fn counted() -> (u64, i64) {
-    (ALLOCATIONS.load(Ordering::Relaxed), LIVE_BYTES.load(Ordering::Relaxed))
-}
 
 const REQUESTS: usize = 1_000;
 const PROMPT: usize = 64;
@@ -86,8 +48,8 @@ struct Cost {
 }
 
 impl Cost {
-    fn since((allocations, bytes): (u64, i64)) -> Self {
-        let (allocations_now, bytes_now) = counted();
+    fn since((allocations, bytes, _): (u64, i64, i64)) -> Self {
+        let (allocations_now, bytes_now, _) = counted();
         Self {
             allocations: (allocations_now - allocations) as f64 / REQUESTS as f64,
             bytes: (bytes_now - bytes) as f64 / REQUESTS as f64,
@@ -178,7 +140,6 @@ fn a_prompt_of_ten_million_tokens_costs_a_few_bytes_a_token() {
             EngineConfig::new(kind).with_max_model_len(prompt_tokens + 5).with_timing(TimingConfig::ConstantMs(1.0));
         let mut scheduler = Scheduler::new(&config).expect("valid");
         let before = counted().1;
-        PEAK_BYTES.store(before, Ordering::Relaxed);
         let request = Request::new(Prompt::Lazy(Arc::new(Positions(prompt_tokens as usize))), 3);
         assert_eq!(request.validate(&config), Ok(()));
         let submission = Submission { sequence: SequenceId(0), tie_key: 0, request };
@@ -190,7 +151,7 @@ fn a_prompt_of_ten_million_tokens_costs_a_few_bytes_a_token() {
             tokens += effects.outputs.len();
             scheduler.recycle(effects);
         }
-        let bytes = (PEAK_BYTES.load(Ordering::Relaxed) - before) as f64 / f64::from(prompt_tokens);
+        let bytes = (counted().2 - before) as f64 / f64::from(prompt_tokens);
         println!("{what}: {bytes:.1} bytes a token");
         assert!(tokens == 3 && bytes <= most, "{what}: {tokens} outputs, {bytes} bytes for each");
     }

@@ -10,6 +10,7 @@
 //! 3. A command is answered at once if a pass is in flight or begins. Else what it changed is shown
 //!    first: the answer travels with the batch that shows it (r31).
 
+use std::hash::{BuildHasher, RandomState};
 use std::pin::Pin;
 use std::sync::Arc;
 
@@ -25,7 +26,11 @@ use crate::live::stop::{Stop, StopRequested};
 use crate::output::FinishReason;
 use crate::request::SequenceId;
 use crate::scheduler::{Applied, Cancelled, Command, Effects, Pass, Scheduler, Submission};
+use crate::seeded_bug::seeded_bug;
 use crate::time::EngineTime;
+
+#[cfg(all(test, standin_shuttle))]
+mod interleavings_test;
 
 /// Name of the task in failures.
 pub(super) const TASK: &str = "scheduler actor";
@@ -137,7 +142,8 @@ impl Actor {
         self.watch_gate();
         let due = self.next_due();
         if let Some(due) = due {
-            if (due <= self.planned_at || due <= self.clock.now()) && self.stop.cause().is_none() {
+            let is_due = (due <= self.planned_at || due <= self.clock.now()) && !seeded_bug!(OneDuePassATick);
+            if is_due && self.stop.cause().is_none() {
                 // Without a trip through the timer. It cannot spin: what follows a due pass is a wait
                 // for the dispatcher, and an idle engine is due once.
                 return Wake::Timer;
@@ -152,10 +158,21 @@ impl Actor {
             () = stopped => Wake::Stopped,
             () = timer, if due.is_some() => Wake::Timer,
             verdict = self.verdicts.recv() => verdict.map_or(Wake::Stopped, Wake::Verdict),
-            Some(entry) = self.cancels.recv() => Wake::Cancel(entry),
+            Some(entry) = self.cancels.recv(), if self.hears_cancels() => Wake::Cancel(entry),
             Some(command) = self.commands.recv() => Wake::Command(command),
             alive = gate_moved(self.gate.as_mut()) => if alive { Wake::GateMoved } else { Wake::GateDropped },
         }
+    }
+
+    /// Whether it looks at the cancellation lane: always.
+    fn hears_cancels(&self) -> bool {
+        !(seeded_bug!(CancelsWaitForTheBoundary) && matches!(self.phase, Phase::InFlight(_)))
+    }
+
+    /// The next cancel that is there.
+    fn next_cancel(&mut self) -> Option<CancelEntry> {
+        let passed_over = seeded_bug!(ReadsTheLanesAtRandom) && RandomState::new().hash_one(()).is_multiple_of(2);
+        if passed_over || !self.hears_cancels() { None } else { self.cancels.try_recv() }
     }
 
     /// When to act although nothing arrives.
@@ -205,7 +222,7 @@ impl Actor {
             Wake::Timer | Wake::GateMoved | Wake::Stopped => {}
         }
         for _ in 0..LANE_TURN {
-            let Some(entry) = self.cancels.try_recv() else { break };
+            let Some(entry) = self.next_cancel() else { break };
             self.serve_cancel(entry);
         }
         for _ in 0..LANE_TURN {
@@ -249,7 +266,8 @@ impl Actor {
         let ends_at = pass.ends_at();
         // A pass that takes no time ends when it is carried out: it must not hold the timeline back. One
         // that computes nothing is no part of the timeline.
-        let timeline = if pass.duration().is_zero() && !pass.is_empty() { now.max(ends_at) } else { ends_at };
+        let takes_no_time = pass.duration().is_zero() && !pass.is_empty();
+        let timeline = if takes_no_time || seeded_bug!(AnchorsAtWakeUp) { now.max(ends_at) } else { ends_at };
         // `free_at` is later where the gate held the pass.
         self.free_at = self.free_at.max(timeline);
         self.boundary = Boundary::PassEnd;
@@ -314,9 +332,13 @@ impl Actor {
     }
 
     /// Removes a request wherever it is.
-    fn cancel(&mut self, route: &Route) -> CancelAnswer {
+    fn cancel(&mut self, route: &Arc<Route>) -> CancelAnswer {
         self.note_change();
-        let cancelled = self.scheduler.cancel(route.sequence, self.clock.now());
+        let late = seeded_bug!(FreesAfterTheAnswer) && matches!(self.phase, Phase::InFlight(_));
+        if late {
+            self.batch.overflowed.push(Arc::clone(route));
+        }
+        let cancelled = if late { Cancelled::Removed } else { self.scheduler.cancel(route.sequence, self.clock.now()) };
         let forgotten = cancelled == Cancelled::Unknown && self.forget_without_output(route);
         match self.routes.end(route, FinishReason::Cancelled, None) {
             Some(EndedFrom::Prepared) => CancelAnswer::Now(true),
@@ -328,7 +350,7 @@ impl Actor {
                     Cancelled::Unknown => CancelAnswer::Now(forgotten),
                 }
             }
-            None => CancelAnswer::Now(false),
+            None => CancelAnswer::Now(seeded_bug!(TwoCancelsRemove)),
         }
     }
 
@@ -422,8 +444,9 @@ impl Actor {
         if self.gate_closed || self.free_at > now {
             return self.settle(now);
         }
-        let after_pass = std::mem::replace(&mut self.boundary, Boundary::Event) == Boundary::PassEnd;
-        if after_pass && self.begin_pass(self.free_at) {
+        self.boundary = Boundary::Event;
+        // On the timeline, however late that is: after a pass, or for those who came while none could begin.
+        if self.begin_pass(self.free_at) {
             return;
         }
         // Idle: at the cause, not at the wake-up.
@@ -435,9 +458,7 @@ impl Actor {
                 break;
             }
         }
-        if !self.begin_pass(self.free_at) {
-            self.settle(now);
-        }
+        self.settle(now);
     }
 
     fn begin_pass(&mut self, at: EngineTime) -> bool {

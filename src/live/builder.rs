@@ -141,8 +141,16 @@ impl LiveEngineBuilder {
     ///
     /// # Errors
     /// Outside a Tokio runtime, or with a value that cannot be used; nothing is spawned then.
-    pub fn start(mut self) -> Result<LiveEngine, StartError> {
+    pub fn start(self) -> Result<LiveEngine, StartError> {
         let runtime = Handle::try_current().map_err(|_| StartError::NoRuntime)?;
+        let one_thread = runtime.runtime_flavor() == RuntimeFlavor::CurrentThread;
+        let (engine, actor, dispatcher) = self.assemble(one_thread)?;
+        spawn(&runtime, &engine.inner.tasks, actor, dispatcher);
+        Ok(engine)
+    }
+
+    /// An engine whose tasks are still to be spawned.
+    pub(super) fn assemble(mut self, one_thread: bool) -> Result<(LiveEngine, Actor, Dispatcher), StartError> {
         self.config.validate()?;
         self.transfer_timing.validate().map_err(|error| error.within("transfer_timing"))?;
         let scheduler = self.scheduler()?;
@@ -159,7 +167,7 @@ impl LiveEngineBuilder {
         let Shared { clock, stop, routes, handoffs } = shared;
         let dispatcher = Dispatcher {
             dp_rank: self.dp_rank,
-            one_thread: runtime.runtime_flavor() == RuntimeFlavor::CurrentThread,
+            one_thread,
             clock,
             stop: Arc::clone(&stop),
             routes: Arc::clone(&routes),
@@ -172,7 +180,6 @@ impl LiveEngineBuilder {
             sink_errors: 0,
             dropped_facts: 0,
         };
-        let tasks = spawn(&runtime, actor, dispatcher);
         let Self { config, output_buffering, allow_zero_output, .. } = self;
         let inner = Inner {
             config,
@@ -182,12 +189,12 @@ impl LiveEngineBuilder {
             stop,
             routes,
             handoffs,
-            tasks,
+            tasks: TaskTracker::new(),
             commands,
             cancels,
             metrics,
         };
-        Ok(LiveEngine { inner: Arc::new(inner) })
+        Ok((LiveEngine { inner: Arc::new(inner) }, actor, dispatcher))
     }
 
     fn shared(&self) -> Shared {
@@ -261,14 +268,12 @@ struct ActorEnds {
 }
 
 /// Spawns the tasks of one engine.
-fn spawn(runtime: &Handle, actor: Actor, dispatcher: Dispatcher) -> TaskTracker {
+fn spawn(runtime: &Handle, tasks: &TaskTracker, actor: Actor, dispatcher: Dispatcher) {
     let sweep = Sweep::new(Arc::clone(&actor.stop), Arc::clone(&actor.routes), Arc::clone(&actor.handoffs));
     let span = tracing::info_span!("engine", dp_rank = dispatcher.dp_rank);
     span.in_scope(|| tracing::info!("engine started"));
-    let tasks = TaskTracker::new();
     let actor = tasks.spawn_on(actor.run().instrument(span.clone()), runtime);
     let dispatcher = tasks.spawn_on(dispatcher.run().instrument(span.clone()), runtime);
     tasks.spawn_on(supervise(sweep, actor, dispatcher).instrument(span), runtime);
     tasks.close();
-    tasks
 }

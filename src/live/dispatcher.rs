@@ -22,6 +22,7 @@ use crate::live::table::RouteTable;
 use crate::metrics::EngineMetrics;
 use crate::output::FinishReason;
 use crate::scheduler::{Effects, Output};
+use crate::seeded_bug::seeded_bug;
 use crate::time::EngineTime;
 
 /// Name of the task in failures.
@@ -101,6 +102,9 @@ impl Dispatcher {
         self.admit(batch, observed_at);
         let Batch { effects: Some(effects), overflowed, filled, .. } = batch else { return false };
         self.publish(effects);
+        if seeded_bug!(ShowsMetricsBeforeOutputs) {
+            self.show(&effects.metrics);
+        }
         let mut verdict = Verdict { overflowed, filled };
         for outputs in effects.outputs.chunks(TOGETHER) {
             for output in outputs {
@@ -199,7 +203,7 @@ impl Dispatcher {
             // Its cancel, or the drop of its stream, is in the cancellation lane and ends the route.
             return;
         }
-        if signal.token_id.is_some() && !route.has_room() {
+        if signal.token_id.is_some() && !route.has_room() && !seeded_bug!(OverflowOnTheLastTokenEndsLength) {
             return self.cut_off(route, signal);
         }
         self.routes.end_with(route, signal);

@@ -13,6 +13,7 @@ use crate::live::error::{StopCause, Stopped, SubmitError};
 use crate::live::handoff::HandoffCommand;
 use crate::live::request::LiveRequestRegistration;
 use crate::live::route::Route;
+use crate::live::sync::others_may_go;
 use crate::request::SequenceId;
 use crate::scheduler::{Admitted, Effects};
 use crate::time::EngineTime;
@@ -82,6 +83,7 @@ impl CommandSender {
     /// Sends a command, when there is a place. One that finds the lane closed is dropped, and answers
     /// in its drop.
     pub(super) async fn send(&self, command: LaneCommand) {
+        others_may_go();
         if let Ok(place) = Arc::clone(&self.places).acquire_owned().await {
             drop(self.lane.send(Placed { command, _place: Some(place) }));
         }
@@ -89,6 +91,7 @@ impl CommandSender {
 
     /// Sends a command without a place. One that finds the lane closed is dropped, and answers in its drop.
     pub(super) fn send_at_once(&self, command: LaneCommand) {
+        others_may_go();
         drop(self.lane.send(Placed { command, _place: None }));
     }
 }

@@ -25,6 +25,7 @@ mod signal;
 mod sink;
 mod stop;
 mod stream;
+mod sync;
 mod table;
 
 pub use builder::LiveEngineBuilder;

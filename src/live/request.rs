@@ -12,8 +12,10 @@ use crate::live::error::CancelError;
 use crate::live::lanes::CancelEntry;
 use crate::live::route::{Route, Routes, Taken};
 use crate::live::signal::OutputSignal;
+use crate::live::sync::others_may_go;
 use crate::output::FinishReason;
 use crate::request::Request;
+use crate::seeded_bug::seeded_bug;
 
 /// A registered request that has not been submitted.
 ///
@@ -95,7 +97,7 @@ impl LiveRequest {
         let Taken { signal, made_room } = ready!(self.route.poll_take(self.client_id, context));
         coop.made_progress();
         self.finish = signal.finish;
-        if made_room {
+        if made_room && !seeded_bug!(RoomIsNotTold) {
             // A closed lane: the engine has stopped and will end this stream.
             drop(self.cancels.send(CancelEntry::MadeRoom(Arc::clone(&self.route))));
         }
@@ -123,6 +125,7 @@ pub(super) async fn cancel(
 ) -> Result<bool, CancelError> {
     route.mute();
     let (reply, answer) = oneshot::channel();
+    others_may_go();
     // A closed lane or a dropped reply: the engine has stopped, so this call removed nothing.
     drop(cancels.send(CancelEntry::Cancel { route, reply }));
     Ok(answer.await.unwrap_or(false))
@@ -138,7 +141,8 @@ impl futures_core::Stream for LiveRequest {
 
 impl Drop for LiveRequest {
     fn drop(&mut self) {
-        if self.finish.is_none() && self.route.abandon() {
+        if self.finish.is_none() && self.route.abandon() && !seeded_bug!(DropDoesNotCancel) {
+            others_may_go();
             // A closed lane: the engine has stopped and ends every route itself.
             drop(self.cancels.send(CancelEntry::Dropped(Arc::clone(&self.route))));
         }

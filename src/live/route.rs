@@ -11,7 +11,7 @@
 //!    that comes later sees the cause after it has entered the map, and takes itself out.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::task::{Context, Poll};
 
 use dashmap::DashMap;
@@ -25,8 +25,10 @@ use crate::live::error::{StopCause, Stopped, SubmitError};
 use crate::live::signal::OutputSignal;
 use crate::live::stop::Stop;
 use crate::live::stream::{Forwarded, Life, Stream, Token};
+use crate::live::sync::{Mutex, MutexGuard, others_may_go, touch};
 use crate::output::{FinishReason, mix};
 use crate::request::SequenceId;
+use crate::seeded_bug::seeded_bug;
 use crate::time::EngineTime;
 
 /// The live side of one request. Aligned, so that what a token touches is one cache line: see [`Stream`].
@@ -60,7 +62,7 @@ impl Route {
 
     /// Has the processor fetch what a token touches. The answer means nothing.
     pub(super) fn touch(&self) -> bool {
-        self.stream.is_poisoned()
+        touch(&self.stream)
     }
 
     /// Stops forwarding at once.
@@ -105,7 +107,8 @@ impl Route {
     /// The reader goes; `false` if the route had ended, so that nothing is left to cancel.
     pub(super) fn abandon(&self) -> bool {
         let mut stream = self.stream();
-        let active = stream.life != Life::Ended;
+        let forgotten = seeded_bug!(ForgetsDroppedSubmits) && stream.life == Life::Prepared;
+        let active = stream.life != Life::Ended && !forgotten;
         stream.muted |= active;
         let reader = stream.reader.take();
         drop((stream, reader));
@@ -219,6 +222,8 @@ impl Routes {
         capacity: usize,
     ) -> Result<Arc<Route>, SubmitError> {
         let client_id = client_id.unwrap_or_else(|| self.made_client_id());
+        let early = seeded_bug!(LooksForTheStopTooEarly).then(|| self.stop.cause());
+        others_may_go();
         let route = match self.map.entry(client_id) {
             Entry::Occupied(_) => return Err(SubmitError::DuplicateId(client_id)),
             Entry::Vacant(vacant) => {
@@ -229,7 +234,8 @@ impl Routes {
             }
         };
         // Only now: see invariant 4.
-        if let Some(cause) = self.stop.cause() {
+        others_may_go();
+        if let Some(cause) = early.unwrap_or_else(|| self.stop.cause()) {
             self.end(&route, cause.finish(), None);
             return Err(Stopped { cause: cause.clone() }.into());
         }
@@ -263,8 +269,15 @@ impl Routes {
     pub(super) fn end_with(&self, route: &Route, terminal: OutputSignal) -> Option<EndedFrom> {
         debug_assert!(terminal.finish.is_some(), "a terminal signal says why");
         let from = route.claim_end()?;
+        if seeded_bug!(EndIsReadBeforeTheIdIsFree) {
+            route.deliver_end(terminal);
+        }
+        others_may_go();
         self.map.remove_if(&route.client_id, |_, active| active.sequence == route.sequence);
-        route.deliver_end(terminal);
+        others_may_go();
+        if !seeded_bug!(EndIsReadBeforeTheIdIsFree) {
+            route.deliver_end(terminal);
+        }
         Some(from)
     }
 
@@ -281,7 +294,12 @@ impl Routes {
     pub(super) fn end_all(&self) {
         let finish = self.stop.cause().map_or(FinishReason::EngineStopped, StopCause::finish);
         let mut routes: Vec<Arc<Route>> = self.map.iter().map(|entry| Arc::clone(&entry)).collect();
-        routes.sort_unstable_by_key(|route| route.sequence);
+        if !seeded_bug!(StopsInMapOrder) {
+            routes.sort_unstable_by_key(|route| route.sequence);
+        }
+        if seeded_bug!(ForgetsPreparedAtTheStop) {
+            routes.retain(|route| !route.is_unscheduled());
+        }
         let now = self.clock.now();
         for route in routes {
             self.end(&route, finish, Some(now));

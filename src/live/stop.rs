@@ -12,6 +12,7 @@ use tokio_util::sync::{CancellationToken, WaitForCancellationFuture};
 use crate::live::error::StopCause;
 use crate::live::handoff::Handoffs;
 use crate::live::route::Routes;
+use crate::live::sync::others_may_go;
 
 /// The stop signal of one engine and its cause.
 #[derive(Debug, Default)]
@@ -23,6 +24,7 @@ pub(super) struct Stop {
 impl Stop {
     /// Stops the engine; the first cause stays.
     pub(super) fn request(&self, cause: StopCause) {
+        others_may_go();
         if self.cause.set(cause).is_ok()
             && let Some(cause) = self.cause.get()
         {
@@ -31,6 +33,7 @@ impl Stop {
                 _ => tracing::info!(%cause, "engine stopping"),
             }
         }
+        others_may_go();
         self.token.cancel();
     }
 

@@ -6,6 +6,7 @@ use std::task::Waker;
 use uuid::Uuid;
 
 use crate::live::signal::{OutputBuffering, OutputSignal};
+use crate::seeded_bug::seeded_bug;
 use crate::time::EngineTime;
 
 /// A buffer that has held more tokens than this is given back once it is empty.
@@ -109,7 +110,7 @@ impl Stream {
 
     /// Puts a token into the queue.
     pub(super) fn push(&mut self, token: Token) -> Forwarded {
-        if self.muted {
+        if self.muted && !seeded_bug!(ForwardsAfterACancel) {
             return Forwarded::Gone;
         }
         if self.next.is_none() {
@@ -125,6 +126,9 @@ impl Stream {
 
     /// Puts the terminal signal into its place.
     pub(super) fn push_end(&mut self, terminal: OutputSignal) {
+        if seeded_bug!(FullQueueRefusesTheEnd) && !self.has_room() {
+            return;
+        }
         self.end = Some(terminal);
     }
 

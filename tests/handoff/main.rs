@@ -7,6 +7,7 @@
 mod common;
 mod kit;
 
+mod cancel_safety;
 mod decode;
 mod destination;
 mod draws;

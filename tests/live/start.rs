@@ -109,6 +109,18 @@ async fn r03_start_returns_at_once_and_start_up_delays_the_first_pass() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn r40_who_came_during_the_start_up_begins_at_its_end_though_somebody_else_wakes_the_engine() {
+    let engine = start(config().with_startup(Duration::from_micros(1_001)));
+    let mut first = submit(&engine, request(1, 8, 1)).await;
+    turns().await;
+    // Past the start-up, and before the tick at which the timer for its end fires.
+    tokio::time::advance(Duration::from_micros(1_002)).await;
+    let mut second = submit(&engine, request(2, 8, 1)).await;
+    assert_eq!(read(&mut first).await, whole(1, &[11.001]));
+    assert_eq!(read(&mut second).await, whole(2, &[21.001]));
+}
+
+#[tokio::test(start_paused = true)]
 async fn r03_requests_are_cancelled_and_the_engine_stops_during_start_up() {
     let engine = start(config().with_startup(Duration::from_secs(60)));
     let stream = submit(&engine, request(1, 8, 2)).await;

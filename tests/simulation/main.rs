@@ -5,6 +5,8 @@
 //! figures and the variables that set them.
 
 mod coordinator;
+#[cfg(feature = "live")]
+mod live;
 mod operations;
 mod replay;
 mod scheduler;
@@ -13,5 +15,5 @@ mod scheduler_sglang;
 mod seeds;
 mod trace;
 
-#[cfg(standin_seeded_bugs)]
+#[cfg(all(standin_seeded_bugs, feature = "live"))]
 mod seeded_bugs;

@@ -6,7 +6,7 @@
 
 use standin::seeded_bug::{SeededBug, activate};
 
-use crate::{coordinator, replay, scheduler, scheduler_handoff, scheduler_sglang, seeds};
+use crate::{coordinator, live, replay, scheduler, scheduler_handoff, scheduler_sglang, seeds};
 
 /// Seeds within which each bug must be caught.
 const SEEDS: u64 = 200;
@@ -22,6 +22,8 @@ const SGLANG: Harness = Harness { name: scheduler_sglang::ROW.test, check: sched
 const HANDOFF: Harness = Harness { name: scheduler_handoff::ROW.test, check: scheduler_handoff::check };
 const COORDINATOR: Harness = Harness { name: coordinator::ROW.test, check: coordinator::check };
 const REPLAY: Harness = Harness { name: replay::ROW.test, check: replay::check };
+const LIVE: Harness = Harness { name: live::ROW.test, check: live::check };
+const LIVE_TWICE: Harness = Harness { name: live::REPLAY.test, check: live::check_replay };
 
 /// The row that catches a bug, and the first seed at which it does.
 fn caught(bug: SeededBug) -> (Harness, u64) {
@@ -48,6 +50,26 @@ fn caught(bug: SeededBug) -> (Harness, u64) {
         AnyAnswerConfirms => (COORDINATOR, 7),
         CancelsTheSourceFirst => (COORDINATOR, 0),
         TransfersCountAsWaiting => (COORDINATOR, 7),
+        OverflowOnTheLastTokenEndsLength => (LIVE, 14),
+        DropDoesNotCancel => (LIVE, 0),
+        ForgetsDroppedSubmits => (LIVE, 8),
+        FreesAfterTheAnswer => (LIVE, 1),
+        TwoCancelsRemove => (LIVE, 0),
+        CancelsWaitForTheBoundary => (LIVE, 0),
+        ReadsTheLanesAtRandom => (LIVE_TWICE, 1),
+        ForwardsAfterACancel => (LIVE, 43),
+        FullQueueRefusesTheEnd => (LIVE, 0),
+        RoomIsNotTold => (LIVE, 0),
+        ShowsMetricsBeforeOutputs => (LIVE, 0),
+        AnchorsAtWakeUp => (LIVE, 6),
+        OneDuePassATick => (LIVE, 0),
+        ForgetsPreparedAtTheStop => (LIVE, 4),
+        StopsInMapOrder => (LIVE, 3),
+        GenerationNotBumped => (LIVE, 0),
+        LostControlKeepsItsBlocks => (LIVE, 0),
+        EndIsReadBeforeTheIdIsFree | LooksForTheStopTooEarly => {
+            unreachable!("races: src/live/actor/interleavings_test.rs")
+        }
     }
 }
 
@@ -84,7 +106,7 @@ fn seeded_bugs_are_each_caught_where_the_table_says() {
 fn seeded_bugs_by_row() {
     seeds::never_shrink();
     for bug in SeededBug::ALL {
-        let rows = [VLLM, SGLANG, HANDOFF, COORDINATOR, REPLAY];
+        let rows = [VLLM, SGLANG, HANDOFF, COORDINATOR, REPLAY, LIVE, LIVE_TWICE];
         let seen = rows.map(|row| first_seed(bug, &row, SEEDS).map(|seed| (row.name, seed)));
         println!("{bug:?}: {:?}", seen.into_iter().flatten().collect::<Vec<_>>());
     }

@@ -11,6 +11,7 @@ use crate::live::lanes::{CancelEntry, CommandSender, LaneCommand};
 use crate::live::request::LiveRequestRegistration;
 use crate::live::route::Routes;
 use crate::live::stop::Stop;
+use crate::seeded_bug::seeded_bug;
 use crate::time::EngineTime;
 
 /// Commands one side of a handoff. Cloning is cheap; when the last clone is dropped and every command is
@@ -37,7 +38,9 @@ pub(in crate::live) struct ControlShared {
 impl Drop for ControlShared {
     fn drop(&mut self) {
         // A closed lane: the engine has stopped and holds nothing.
-        drop(self.cancels.send(CancelEntry::Uncontrolled(self.key)));
+        if !seeded_bug!(LostControlKeepsItsBlocks) {
+            drop(self.cancels.send(CancelEntry::Uncontrolled(self.key)));
+        }
     }
 }
 

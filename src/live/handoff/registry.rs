@@ -12,7 +12,9 @@ use crate::handoff::{HandoffId, HandoffKey, TransferTiming};
 use crate::live::error::{HandoffError, Stopped};
 use crate::live::handoff::LiveHandoffEvent;
 use crate::live::stop::Stop;
+use crate::live::sync::others_may_go;
 use crate::scheduler::HandoffFact;
+use crate::seeded_bug::seeded_bug;
 use crate::time::EngineTime;
 
 /// Facts that the scheduler tells of one registration: that its blocks are there, and its end.
@@ -59,11 +61,12 @@ impl Handoffs {
         id: HandoffId,
     ) -> Result<(HandoffKey, mpsc::Receiver<LiveHandoffEvent>), HandoffError> {
         let (sender, receiver) = mpsc::channel(FACTS);
+        let step = if seeded_bug!(GenerationNotBumped) { 0 } else { 1 };
         let key = match self.map.entry(id) {
             Entry::Occupied(entry) if entry.get().events.is_some() => return Err(HandoffError::AlreadyRegistered(id)),
             Entry::Occupied(_) => return Err(HandoffError::AnswerOwed(id)),
             Entry::Vacant(vacant) => {
-                let generation = self.last_generation.fetch_add(1, Ordering::Relaxed) + 1;
+                let generation = self.last_generation.fetch_add(step, Ordering::Relaxed) + 1;
                 drop(vacant.insert(Registration::new(generation, Some(sender))));
                 HandoffKey { id, generation }
             }
@@ -79,6 +82,7 @@ impl Handoffs {
     /// A command is about to be sent; [`Handoffs::answered`] is due. `submits`: it brings a request along, and
     /// somebody must listen.
     pub(in crate::live) fn owe(&self, key: HandoffKey, submits: bool) -> Result<(), HandoffError> {
+        others_may_go();
         let mut registration = match self.map.entry(key.id) {
             Entry::Occupied(entry) if entry.get().generation != key.generation => return Err(HandoffError::Superseded),
             Entry::Occupied(entry) if submits && entry.get().events.is_none() => return Err(self.events_gone()),
@@ -148,6 +152,7 @@ impl Handoffs {
     }
 
     fn change(&self, key: HandoffKey, change: impl FnOnce(&mut Registration)) {
+        others_may_go();
         if let Entry::Occupied(mut entry) = self.map.entry(key.id)
             && entry.get().generation == key.generation
         {
