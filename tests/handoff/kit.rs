@@ -5,7 +5,7 @@ use std::time::Duration;
 use standin::{
     CoordinatorConfig, EngineConfig, EngineKind, EngineTime, HandoffError, HandoffId, LiveEngine, LiveHandoffControl,
     LiveHandoffEvent, LiveHandoffEvents, LiveHandoffStream, LiveRequest, Request, SglangConfig, TransferTiming,
-    VllmConfig,
+    VllmConfig, handoff,
 };
 
 use crate::common::{Seen, assert_clean, config, config_of_kind, id, request, seen, sglang, turns, vllm};
@@ -190,4 +190,16 @@ pub(crate) async fn read_all(stream: &mut LiveHandoffStream) -> Vec<Seen> {
 pub(crate) async fn assert_both_released(prefill: &LiveEngine, decode: &LiveEngine) {
     assert_released(prefill).await;
     assert_released(decode).await;
+}
+
+/// A handoff of a request that both engines take.
+pub(crate) async fn begin(prefill: &LiveEngine, decode: &LiveEngine, request: Request) -> LiveHandoffStream {
+    within(handoff(prefill, decode, request)).await.expect("both take it")
+}
+
+/// Lets a stream be driven until so many milliseconds, while no token comes.
+pub(crate) async fn drive(stream: &mut LiveHandoffStream, engine: &LiveEngine, until: u64) {
+    let pause = ms(until).saturating_since(engine.now());
+    let signal = tokio::time::timeout(pause, stream.recv()).await;
+    assert!(signal.is_err(), "{signal:?}");
 }

@@ -6,8 +6,8 @@ use standin::handoff::{
     CoordinatorConfig, FaultRates, FirstToken, HandoffOrder, HandoffOutcome, LinkSharing, TransferFailurePolicy,
 };
 use standin::{
-    EngineConfig, FinishReason, LiveEngine, LiveHandoff, LiveHandoffStream, LiveLink, LoadFailurePolicy, Request,
-    RequestError, Speedup, StartHandoffError, SubmitError, TransferTiming, TransferTimingMode, handoff,
+    EngineConfig, FinishReason, LiveEngine, LiveHandoff, LiveLink, LoadFailurePolicy, Request, RequestError, Speedup,
+    StartHandoffError, SubmitError, TransferTiming, TransferTimingMode, handoff,
 };
 use tokio::runtime::Handle;
 
@@ -16,22 +16,11 @@ use crate::common::{
     submit, throttle, turns, vllm, whole,
 };
 use crate::kit::{
-    Kind, assert_both_released, assert_released, blocks, destination, for_every_kind, ms, pair, pair_of, read_all,
-    register, source, within,
+    Kind, assert_both_released, assert_released, begin, blocks, destination, drive, for_every_kind, pair, pair_of,
+    read_all, register, source, within,
 };
 
 const COMPLETED: Option<HandoffOutcome> = Some(HandoffOutcome::Completed);
-
-async fn begin(prefill: &LiveEngine, decode: &LiveEngine, request: Request) -> LiveHandoffStream {
-    within(handoff(prefill, decode, request)).await.expect("both take it")
-}
-
-/// Lets a stream be driven until so many milliseconds, while no token comes.
-async fn drive(stream: &mut LiveHandoffStream, engine: &LiveEngine, until: u64) {
-    let pause = ms(until).saturating_since(engine.now());
-    let signal = tokio::time::timeout(pause, stream.recv()).await;
-    assert!(signal.is_err(), "{signal:?}");
-}
 
 /// Prefill 0–10 ms, transfer of 8 tokens 10–18 ms, then a pass for each of 3 tokens.
 #[tokio::test(start_paused = true)]

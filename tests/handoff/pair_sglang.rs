@@ -3,12 +3,11 @@
 
 use standin::handoff::{HandoffFailure, HandoffOutcome};
 use standin::{
-    DecodeAllocationPolicy, EngineConfig, EngineKind, FinishReason, LiveEngine, LiveHandoff, LiveHandoffStream,
-    Request, SglangConfig, handoff,
+    DecodeAllocationPolicy, EngineConfig, EngineKind, FinishReason, LiveEngine, LiveHandoff, Request, SglangConfig,
 };
 
 use crate::common::{FULL, at, buffered, cut, id, load, read, request, start, submit_with, whole};
-use crate::kit::{Kind, assert_both_released, blocks, destination, ms, pair_of, read_all, within};
+use crate::kit::{Kind, assert_both_released, begin, blocks, destination, drive, pair_of, read_all, within};
 
 const COMPLETED: Option<HandoffOutcome> = Some(HandoffOutcome::Completed);
 
@@ -18,17 +17,6 @@ fn sglang(options: impl FnOnce(SglangConfig) -> SglangConfig) -> EngineConfig {
 
 fn pair() -> (LiveEngine, LiveEngine) {
     pair_of(Kind::Sglang.config(), Kind::Sglang.config())
-}
-
-async fn begin(prefill: &LiveEngine, decode: &LiveEngine, request: Request) -> LiveHandoffStream {
-    within(handoff(prefill, decode, request)).await.expect("both take it")
-}
-
-/// Lets a stream be driven until so many milliseconds, while no token comes.
-async fn drive(stream: &mut LiveHandoffStream, engine: &LiveEngine, until: u64) {
-    let pause = ms(until).saturating_since(engine.now());
-    let signal = tokio::time::timeout(pause, stream.recv()).await;
-    assert!(signal.is_err(), "{signal:?}");
 }
 
 /// Pages at the decode engine from 0 ms on, prefill 0–10 ms, transfer of 8 tokens 10–18 ms, when the first token is

@@ -23,13 +23,18 @@ pub(crate) struct Row {
 }
 
 /// Draws what follows from a seed.
-pub(crate) fn runner(seed: u64) -> TestRunner {
+fn runner(seed: u64) -> TestRunner {
     // Neighbouring seeds have little in common after this, and none gives the all-zero state.
     let mut state = [0; 16];
     state[..8].copy_from_slice(&seed.wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15).to_le_bytes());
     state[8..].copy_from_slice(&(seed ^ 0x5851_F42D_4C95_7F2D).to_le_bytes());
     let config = Config { failure_persistence: None, max_shrink_iters: 4_000, ..Config::default() };
     TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::XorShift, &state))
+}
+
+/// What the strategy draws from a seed.
+pub(crate) fn drawn<S: Strategy>(strategy: &S, seed: u64) -> S::Value {
+    strategy.new_tree(&mut runner(seed)).expect("a strategy that always draws").current()
 }
 
 /// Whether what fails is made smaller. Where it only counts that something fails, that would be lost time.

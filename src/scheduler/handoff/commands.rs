@@ -1,6 +1,7 @@
 //! The handoff commands: each is a verb of the table, and what it means for a sequence and its blocks.
 
 use crate::config::FirstToken;
+use crate::error::HandoffRefusal;
 use crate::handoff::HandoffKey;
 use crate::output::FinishReason;
 use crate::seeded_bug::seeded_bug;
@@ -80,19 +81,22 @@ pub(crate) trait HandoffCommands: EngineCore {
     }
 
     fn activate_destination(&mut self, key: HandoffKey, first_token: Option<u32>) -> ApplyResult {
-        match self.book_mut().handoffs.end_transfer(key)? {
-            (handle, DestinationState::Guarded) => {
-                self.let_go(handle);
-                Ok(Applied::HandoffOver)
-            }
-            (handle, _) => {
-                self.book_mut().end_load(handle);
-                if let (FirstToken::CarriedOver, Some(token)) = (self.terms().first_token, first_token) {
-                    self.carry_over(handle, token);
-                }
-                Ok(Applied::Handoff)
-            }
+        let Some(handle) = self.end_transfer(key)? else { return Ok(Applied::HandoffOver) };
+        if let (FirstToken::CarriedOver, Some(token)) = (self.terms().first_token, first_token) {
+            self.carry_over(handle, token);
         }
+        Ok(Applied::Handoff)
+    }
+
+    /// Ends the transfer to a destination: its sequence, unless that had been given up and is let go now.
+    fn end_transfer(&mut self, key: HandoffKey) -> Result<Option<Handle>, HandoffRefusal> {
+        let (handle, destination) = self.book_mut().handoffs.end_transfer(key)?;
+        if destination == DestinationState::Guarded {
+            self.let_go(handle);
+            return Ok(None);
+        }
+        self.book_mut().end_load(handle);
+        Ok(Some(handle))
     }
 
     /// Gives a loaded sequence the first output token, which the source has shown. It may be its last.
@@ -115,23 +119,15 @@ pub(crate) trait HandoffCommands: EngineCore {
     }
 
     fn fail_transfer(&mut self, key: HandoffKey, valid_tokens: u32) -> ApplyResult {
-        match self.book_mut().handoffs.end_transfer(key)? {
-            (handle, DestinationState::Guarded) => {
-                self.let_go(handle);
-                Ok(Applied::HandoffOver)
-            }
-            (handle, _) => {
-                self.book_mut().end_load(handle);
-                let block_size = self.book().engine.kind.block_size();
-                let sequence = &mut self.book_mut().sequences[handle];
-                let valid = valid_tokens / block_size * block_size;
-                if valid_tokens < sequence.num_computed {
-                    sequence.num_computed = valid;
-                    self.fail_load(handle);
-                }
-                Ok(Applied::Handoff)
-            }
+        let Some(handle) = self.end_transfer(key)? else { return Ok(Applied::HandoffOver) };
+        let block_size = self.book().engine.kind.block_size();
+        let sequence = &mut self.book_mut().sequences[handle];
+        let valid = valid_tokens / block_size * block_size;
+        if valid_tokens < sequence.num_computed {
+            sequence.num_computed = valid;
+            self.fail_load(handle);
         }
+        Ok(Applied::Handoff)
     }
 
     fn release_source(&mut self, key: HandoffKey) -> ApplyResult {

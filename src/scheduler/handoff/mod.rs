@@ -3,6 +3,8 @@
 mod commands;
 mod fact;
 mod table;
+#[cfg(test)]
+pub(crate) mod told;
 
 pub(crate) use commands::HandoffCommands;
 pub use fact::{DestinationEnd, HandoffFact, SourceEnd};

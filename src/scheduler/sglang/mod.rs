@@ -29,6 +29,8 @@ mod memory_test;
 #[cfg(test)]
 mod properties_test;
 #[cfg(test)]
+mod reserve_test;
+#[cfg(test)]
 mod test_kit;
 
 use crate::config::{EngineConfig, SchedulingState, SglangConfig};

@@ -359,3 +359,27 @@ impl Rig {
         assert_eq!(free.len() + pool.num_blocks_with_hash() + private, pool.num_usable_blocks() as usize);
     }
 }
+
+/// Pages of one token, 64 of them, and one token a request kept free for decodes.
+pub(super) fn open() -> SglangConfig {
+    reserving(1)
+}
+
+pub(super) fn reserving(tokens: u32) -> SglangConfig {
+    small().with_num_reserved_decode_tokens(tokens)
+}
+
+pub(super) fn num_free(rig: &Rig) -> u32 {
+    rig.view().pool().num_free_blocks()
+}
+
+/// The tokens that an engine alone gives this request.
+pub(super) fn alone(kind: u32, tokens: u32, outputs: u32, tie_key: u64) -> Vec<u32> {
+    let mut rig = Rig::new(open());
+    for _ in 0..tie_key {
+        rig.submission(request(0, 1, 1));
+    }
+    let sequence = rig.submit(request(kind, tokens, outputs));
+    rig.run();
+    rig.outputs[&sequence].clone()
+}

@@ -17,6 +17,8 @@ mod plan;
 #[cfg(test)]
 mod arrivals_test;
 #[cfg(test)]
+mod handoff_cases_test;
+#[cfg(test)]
 mod handoff_test;
 #[cfg(test)]
 mod limits_test;

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use crate::config::{EngineConfig, EngineKind, VllmConfig};
+use crate::error::{CommandError, HandoffRefusal};
 use crate::handoff::{HandoffId, HandoffKey};
 use crate::kv_event::{BlockHash, BlockId, KvEvent};
 use crate::metrics::PassMetrics;
@@ -331,4 +332,41 @@ impl Rig {
             assert_eq!(pool.ref_count(block), owners, "block {block}");
         }
     }
+}
+
+pub(super) const LEASE: Duration = Duration::from_secs(30);
+
+pub(super) fn refused(refusal: HandoffRefusal) -> ApplyResult {
+    Err(CommandError::Handoff(refusal))
+}
+
+pub(super) fn activate(rig: &mut Rig, handoff: HandoffKey) -> ApplyResult {
+    rig.try_command(Command::ActivateDestination { handoff, first_token: None })
+}
+
+pub(super) fn fail(rig: &mut Rig, handoff: HandoffKey, valid_tokens: u32) -> ApplyResult {
+    rig.try_command(Command::FailTransfer { handoff, valid_tokens })
+}
+
+pub(super) fn release(rig: &mut Rig, handoff: HandoffKey) -> ApplyResult {
+    rig.try_command(Command::ReleaseSource { handoff })
+}
+
+/// What is told when there is no pass to do.
+pub(super) fn facts(rig: &mut Rig) -> Vec<HandoffFact> {
+    let mut facts: Vec<_> = rig.run().into_iter().flat_map(|done| done.facts).collect();
+    facts.extend(rig.settle().into_iter().flat_map(|done| done.facts));
+    facts
+}
+
+pub(super) fn num_free(rig: &Rig) -> u32 {
+    rig.view().pool().num_free_blocks()
+}
+
+/// A rig with a held source of 10 prompt tokens, which are three blocks.
+pub(super) fn held() -> (Rig, HandoffKey) {
+    let mut rig = Rig::new(small());
+    rig.source(key(1, 1), request(1, 10, 1));
+    rig.run();
+    (rig, key(1, 1))
 }

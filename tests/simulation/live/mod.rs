@@ -16,9 +16,6 @@ mod world;
 
 use std::collections::BTreeMap;
 
-use proptest::prelude::*;
-use proptest::strategy::ValueTree;
-
 use crate::seeds::{self, Row};
 use plan::{Plan, plan};
 
@@ -63,7 +60,7 @@ fn the_live_runs_meet_every_end() {
     let mut ends: BTreeMap<String, usize> = BTreeMap::new();
     let mut meet = |what: String| *ends.entry(what).or_default() += 1;
     for seed in 0..40 {
-        let plan = plan().new_tree(&mut seeds::runner(seed)).expect("a plan").current();
+        let plan = seeds::drawn(&plan(), seed);
         let outcome = run(&plan);
         for record in &outcome.records {
             let submitted = format!("{:?}", record.submitted);
@@ -101,7 +98,7 @@ fn the_live_runs_meet_every_end() {
 #[ignore = "for a look at the run of one seed"]
 fn live_run_shown() {
     let seed = std::env::var(trace::SHOW).ok().and_then(|seed| seed.parse().ok()).expect("a seed in STANDIN_LIVE_SHOW");
-    let plan = plan().new_tree(&mut seeds::runner(seed)).expect("a plan").current();
+    let plan = seeds::drawn(&plan(), seed);
     println!("{:?}\n{:?} {:?}", plan.engine, plan.others, plan.end);
     for (client, plan) in plan.clients.iter().enumerate() {
         println!("client {client}: {plan:?}");

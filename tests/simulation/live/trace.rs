@@ -3,7 +3,6 @@
 //! Sinks and wakers write it, so within one call of the engine's: a reader's own turn would come too late to tell
 //! in which order the engine made things visible.
 
-use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Wake, Waker};
 
@@ -139,11 +138,9 @@ impl Trace {
 
     /// A hash of all of it.
     pub(crate) fn hash(&self) -> u64 {
-        let mut hasher = DefaultHasher::new();
-        for entry in self.entries() {
-            format!("{entry:?}").hash(&mut hasher);
-        }
-        hasher.finish()
+        let mut trace = crate::trace::Trace::on();
+        self.entries().iter().for_each(|entry| trace.note(entry));
+        trace.hash()
     }
 }
 

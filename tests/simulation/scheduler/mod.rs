@@ -13,8 +13,6 @@ mod model_blocks;
 pub(crate) mod workload;
 mod world;
 
-use proptest::strategy::{Strategy, ValueTree};
-
 use crate::seeds::{self, Row};
 use crate::trace::Trace;
 use workload::{Workload, workload};
@@ -46,11 +44,7 @@ pub(crate) fn check(seed: u64) -> Result<(), String> {
 
 /// The hash of everything that one seed's run gave out.
 pub(crate) fn trace(seed: u64) -> u64 {
-    run(&drawn(seed), Trace::on()).trace.hash()
-}
-
-fn drawn(seed: u64) -> Workload {
-    workload().new_tree(&mut seeds::runner(seed)).expect("a workload").current()
+    run(&seeds::drawn(&workload(), seed), Trace::on()).trace.hash()
 }
 
 #[test]
@@ -63,7 +57,7 @@ fn scheduler_vllm() {
 fn the_workloads_meet_every_end_preemptions_and_hits() {
     let mut met = [0; 7];
     for seed in 0..300 {
-        let metrics = *run(&drawn(seed), Trace::off()).last_shown();
+        let metrics = *run(&seeds::drawn(&workload(), seed), Trace::off()).last_shown();
         let (finished, cache) = (metrics.finished, metrics.prefix_cache);
         let happened =
             [finished.stop, finished.length, finished.aborted, finished.out_of_memory, metrics.num_preemptions];

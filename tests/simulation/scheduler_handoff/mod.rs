@@ -13,8 +13,6 @@ mod world;
 
 use std::collections::BTreeMap;
 
-use proptest::strategy::{Strategy, ValueTree};
-
 use crate::seeds::{self, Row};
 use crate::trace::Trace;
 use workload::{Workload, workload};
@@ -39,11 +37,7 @@ pub(crate) fn check(seed: u64) -> Result<(), String> {
 
 /// The hash of everything that one seed's run gave out.
 pub(crate) fn trace(seed: u64) -> u64 {
-    run(&drawn(seed), Trace::on()).trace.hash()
-}
-
-fn drawn(seed: u64) -> Workload {
-    workload().new_tree(&mut seeds::runner(seed)).expect("a workload").current()
+    run(&seeds::drawn(&workload(), seed), Trace::on()).trace.hash()
 }
 
 #[test]
@@ -56,7 +50,7 @@ fn scheduler_handoff() {
 fn the_workloads_meet_every_fact_and_every_answer() {
     let (mut met, mut preemptions) = (BTreeMap::new(), 0);
     for seed in 0..300 {
-        let world = run(&drawn(seed), Trace::off());
+        let world = run(&seeds::drawn(&workload(), seed), Trace::off());
         preemptions += world.metrics.num_preemptions;
         let answers = world.met.answers.into_iter().map(|(answer, count)| (answer.to_owned(), count));
         for (name, count) in answers.chain(world.met.facts) {

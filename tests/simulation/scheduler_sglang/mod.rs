@@ -16,8 +16,6 @@ mod model_tree;
 mod workload;
 mod world;
 
-use proptest::strategy::{Strategy, ValueTree};
-
 use crate::seeds::{self, Row};
 use crate::trace::Trace;
 use workload::{Workload, workload};
@@ -45,11 +43,7 @@ pub(crate) fn check(seed: u64) -> Result<(), String> {
 
 /// The hash of everything that one seed's run gave out.
 pub(crate) fn trace(seed: u64) -> u64 {
-    run(&drawn(seed), Trace::on()).trace.hash()
-}
-
-fn drawn(seed: u64) -> Workload {
-    workload().new_tree(&mut seeds::runner(seed)).expect("a workload").current()
+    run(&seeds::drawn(&workload(), seed), Trace::on()).trace.hash()
 }
 
 #[test]
@@ -62,7 +56,7 @@ fn scheduler_sglang() {
 fn the_workloads_meet_retractions_evictions_chunks_and_mixed_batches() {
     let mut met = [0; 9];
     for seed in 0..200 {
-        let world = run(&drawn(seed), Trace::off());
+        let world = run(&seeds::drawn(&workload(), seed), Trace::off());
         let (metrics, of_run) = (world.metrics, &world.met);
         let happened = [
             of_run.retractions > 0,
